@@ -1,0 +1,37 @@
+# Two commands do all set-up: `make demo` runs the main job, `make test` passes the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check proto bench gpu sim clean install lines
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "==> creating $(VENV) and installing (about a minute; torch is the large part)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e '.[worker,dev]'
+	@touch $@
+
+demo: install
+	@$(BIN)/pdserve demo
+
+test: install
+	@$(BIN)/pdserve fetch-model
+	@$(BIN)/python -m pytest -q tests
+
+check: install
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m tests.tools.check_proto
+
+proto: install
+	@$(BIN)/python -m tests.tools.check_proto --write
+
+lines: install
+	@$(BIN)/python -m tests.tools.lines
+
+clean:
+	rm -rf build $(VENV)

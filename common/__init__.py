@@ -1,0 +1,1 @@
+"""What several roles share. Imports nothing else of ours."""

@@ -1,0 +1,73 @@
+"""What can be configured, with defaults. Values only: reading files, environment and flags is `deploy/settings.py`.
+
+Frozen: values discovered at run time (ports, block counts) are arguments of whoever needs them, not config.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+Attention = Literal["auto", "cpu", "triton"]
+Transport = Literal["gloo", "nccl"]
+
+
+class ModelConfig(BaseModel):
+    """Which model, and how it is named to clients."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str = Field(description="Hugging Face directory or GGUF file")
+    served_name: str = Field("", description="name in the API; default: the file or directory name")
+    max_model_len: int = Field(0, ge=0, description="longest sequence in tokens; 0 = the model's own limit")
+
+
+class WorkerConfig(BaseModel):
+    """One prefill or decode worker."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: Literal["prefill", "decode"]
+    worker_id: str
+    model: ModelConfig
+    dtype: Dtype = "auto"
+    attention: Attention = "auto"
+    host: str = Field("127.0.0.1", description="address to bind and to advertise")
+    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = any free one")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0 = any free one")
+    redis_url: str = ""
+    namespace: str = Field("pdserve", description="prefix of every Redis key: one per cluster")
+    block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
+    num_blocks: int = Field(0, ge=0, description="KV blocks; 0 = as many as kv_cache_bytes holds")
+    kv_cache_bytes: int = Field(512 << 20, ge=1, description="memory for the KV cache")
+    max_num_seqs: int = Field(32, ge=1, description="sequences in one decode step")
+    max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one step (chunk size)")
+    max_num_waiting: int = Field(256, ge=0, description="requests a worker queues before it refuses")
+    num_threads: int = Field(0, ge=0, description="compute threads; 0 = torch's choice")
+    transport: Transport = "gloo"
+    digest: bool = Field(True, description="verify a keyed digest of every KV chunk")
+    min_chunk_bytes: int = Field(1 << 20, ge=1, description="layers are sent together until a chunk is this large")
+    max_inflight_bytes: int = Field(32 << 20, ge=1, description="announced and not yet received, per pair")
+    link_timeout_s: float = Field(30.0, gt=0, description="a pair without progress for this long is rebuilt")
+    lease_s: float = Field(3.0, gt=0, description="registration in Redis; renewed every third of it")
+
+
+class RouterConfig(BaseModel):
+    """The router: both public APIs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelConfig
+    router_id: str = "router-0"
+    host: str = "127.0.0.1"
+    http_port: int = Field(8000, ge=0, le=65535)
+    grpc_port: int = Field(50051, ge=0, le=65535)
+    redis_url: str = ""
+    namespace: str = "pdserve"
+    local_prefill_max_tokens: int = Field(0, ge=0, description="uncached tokens a decode worker prefills itself")
+    max_num_queued: int = Field(256, ge=0, description="requests without a grant before new ones are refused")
+    default_deadline_s: float = Field(600.0, gt=0)
+    max_retries: int = Field(3, ge=0, description="replacements of a lost worker per request")
+    max_body_bytes: int = Field(1 << 20, ge=1)
+    sse_keep_alive_s: float = Field(15.0, gt=0)
+    keep_requests: int = Field(1000, ge=0, description="finished requests kept for /admin/v1/requests")

@@ -1,0 +1,190 @@
+"""Router <-> worker messages as values: `proto/pdserve/worker/v1` without the encoding. Pure: no IO.
+
+The cores speak these; `common/pb_convert.py` alone knows both forms.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from common.ids import AttemptId, RouterId, WorkerRef
+from common.request import ChunkTiming, PairingInfo, TokenEvent, Work
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class WorkerState(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    UNHEALTHY = "unhealthy"
+
+
+# ---- router -> worker -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RouterHello:
+    router_id: RouterId
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Ask a decode worker for room. It may keep the prefill for itself when few tokens are missing."""
+
+    work: Work
+    local_prefill_max_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Ask a prefill worker to compute `work` and ship KV from `first_missing_token` on."""
+
+    work: Work
+    prefill_try: int
+    decode_worker: WorkerRef
+    decode_address: str
+    first_missing_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    attempt_id: AttemptId
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    grace_s: float
+
+
+RouterMessage = RouterHello | Reserve | Prefill | Cancel | Drain
+
+# ---- worker -> router -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Who a worker is. First message on a stream; never changes during an incarnation."""
+
+    ref: WorkerRef
+    role: Role
+    model_name: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    pid: int
+    pairing: PairingInfo
+    handoff_address: str = ""  # decode workers: where prefill workers reach them
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Room is reserved. `first_missing_token` < len(token_ids) always: the last token is always computed.
+
+    `is_local`: the decode worker computes the missing tokens itself; no prefill worker is needed.
+    """
+
+    attempt_id: AttemptId
+    first_missing_token: int
+    is_local: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A worker will not take the attempt: for now (`is_retryable`), or never."""
+
+    attempt_id: AttemptId
+    reason: str
+    is_retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """The prefill worker's only answer: the first token of each choice, at once, before the KV has arrived."""
+
+    attempt_id: AttemptId
+    prefill_try: int
+    tokens: tuple[TokenEvent, ...]
+    queue_s: float
+    prefill_s: float
+    num_cached_tokens: int
+    chunks: tuple[ChunkTiming, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptTokens:
+    attempt_id: AttemptId
+    tokens: tuple[TokenEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Everything one decode step made for one router: one message per step, never one per token."""
+
+    attempts: tuple[AttemptTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffReport:
+    """How the KV came in; sent by the decode worker just before the attempt's first tokens."""
+
+    attempt_id: AttemptId
+    num_bytes: int
+    num_chunks: int
+    transfer_s: float
+    exposed_s: float
+    decode_queue_s: float
+    num_cached_tokens: int
+    is_local: bool
+    local_prefill_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """A transfer ended early. The grant stands: another prefill worker may fill the same blocks."""
+
+    attempt_id: AttemptId
+    prefill_try: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """The attempt is over on this worker and everything it held is free."""
+
+    attempt_id: AttemptId
+    reason: str
+    is_retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    state: WorkerState = WorkerState.READY
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_uncached_tokens: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_cached: int = 0
+    kv_blocks_free: int = 0
+    kv_blocks_held: int = 0
+    prefill_tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    num_preemptions: int = 0
+    num_held_attempts: int = field(default=0)
+
+
+WorkerMessage = (
+    WorkerInfo
+    | Granted
+    | Refused
+    | FirstTokens
+    | TokenBatch
+    | HandoffReport
+    | TransferFailed
+    | AttemptFailed
+    | WorkerStats
+)
