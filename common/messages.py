@@ -51,7 +51,10 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
+    """End the attempt, or only some of its choices (`choices` empty = all). Unknown attempts are ignored."""
+
     attempt_id: AttemptId
+    choices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class TransferStarted:
-    """Ship tokens [first_token, num_tokens) of a request to `peer`. `block_table` stays valid until TransferEnded."""
+    """Ship tokens [first_token, num_tokens) of a request to `peer`; `block_table` stays valid until TransferEnded."""
 
     transfer_id: TransferId
     peer: WorkerRef

@@ -1,0 +1,1 @@
+"""Which worker caches which block: a hint shared by all routers. A stale hit costs time, never correctness."""
