@@ -55,9 +55,7 @@ class DrainRequested:
     grace_s: float
 
 
-PrefillEvent = (
-    MessageReceived | RouterLost | LayerComputed | StepFinished | StepFailed | DrainRequested | SenderEvent
-)
+PrefillEvent = MessageReceived | RouterLost | LayerComputed | StepFinished | StepFailed | DrainRequested | SenderEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +89,5 @@ class Drained:
 
 
 PrefillEffect = (
-    RunStep
-    | SendToRouter
-    | PublishBlocks
-    | Drained
-    | ConnectPeer
-    | SendChunk
-    | SendFinished
-    | SendCancel
-    | DropPeer
+    RunStep | SendToRouter | PublishBlocks | Drained | ConnectPeer | SendChunk | SendFinished | SendCancel | DropPeer
 )

@@ -18,9 +18,7 @@ class Registration:
 
 
 class PrefixIndexReader(Protocol):
-    async def longest_prefix(
-        self, hashes: Sequence[BlockHash], workers: Sequence[WorkerRef]
-    ) -> dict[WorkerRef, int]:
+    async def longest_prefix(self, hashes: Sequence[BlockHash], workers: Sequence[WorkerRef]) -> dict[WorkerRef, int]:
         """Leading blocks of `hashes` that each of `workers` holds; a worker without any may be absent.
 
         Never raises and never takes long (50 ms at most): when the index is away it answers {}.
