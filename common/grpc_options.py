@@ -1,0 +1,44 @@
+"""gRPC options of every channel and server of ours, in one place: both ends must agree.
+
+A client that pings more often than its server allows is cut with GOAWAY "too_many_pings" (a silent prefill is
+then killed by its own keepalive), so the client's interval is never below the server's minimum.
+Servers never share a port: with SO_REUSEPORT a second process would silently take half the connections.
+"""
+
+CLIENT_PING_INTERVAL_MS = 20_000
+SERVER_MIN_PING_INTERVAL_MS = 10_000
+PING_TIMEOUT_MS = 10_000
+# Control messages between our own processes: a prompt of a million tokens fits. KV bytes never go over gRPC.
+MAX_INTERNAL_MESSAGE_BYTES = 64 << 20
+
+Options = list[tuple[str, int]]
+
+
+def channel_options(max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES) -> Options:
+    """Options of a client channel."""
+    return [
+        ("grpc.keepalive_time_ms", CLIENT_PING_INTERVAL_MS),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        *_message_sizes(max_message_bytes),
+    ]
+
+
+def server_options(max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES) -> Options:
+    """Options of a server."""
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", SERVER_MIN_PING_INTERVAL_MS),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", SERVER_MIN_PING_INTERVAL_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_ping_strikes", 0),
+        *_message_sizes(max_message_bytes),
+    ]
+
+
+def _message_sizes(max_message_bytes: int) -> Options:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+    ]
