@@ -1,0 +1,1 @@
+"""What processes say about themselves: metrics from one list, structured logs. No prompt text in either."""

@@ -1,0 +1,62 @@
+"""Runs a worker in a thread with an event loop of its own, so that a Ray actor (or a test) can hold it.
+
+The actor's own threads only start, drain and wait; no token ever passes through them.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import uvloop
+
+from common.config import WorkerConfig
+from common.worker.lifecycle import WorkerControl
+
+Serve = Callable[[WorkerConfig, WorkerControl], Awaitable[None]]
+
+
+class WorkerHost:
+    """One worker in this process. `start` once, then `wait`; `drain` and `stop` from any thread."""
+
+    def __init__(self, config_json: str, serve: Serve) -> None:
+        self._config = WorkerConfig.model_validate_json(config_json)
+        self._serve = serve
+        self._control: WorkerControl | None = None
+        self._ready: Future[dict[str, Any]] = Future()
+        self._ended: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+
+    def start(self) -> dict[str, Any]:
+        """Load and serve; returns worker_id, incarnation, address, pid once ready. Raises what start-up raised."""
+        self._thread.start()
+        return self._ready.result()
+
+    def wait(self) -> None:
+        """Return when the worker has ended by drain or stop; raise what ended it otherwise."""
+        self._ended.result()
+
+    def drain(self, grace_s: float) -> None:
+        """Refuse new work, finish what is there, end. Returns at once."""
+        if self._control is not None:
+            self._control.request_drain(grace_s)
+
+    def stop(self) -> None:
+        """End now: running requests are lost to their routers, which place them elsewhere."""
+        if self._control is not None:
+            self._control.request_stop()
+
+    def _run(self) -> None:
+        try:
+            uvloop.run(self._main())
+        except BaseException as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+    async def _main(self) -> None:
+        self._control = WorkerControl(asyncio.get_running_loop(), self._ready.set_result)
+        await self._serve(self._config, self._control)

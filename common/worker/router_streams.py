@@ -1,0 +1,105 @@
+"""The worker's side of `WorkerService`: one stream per router, messages in, messages out.
+
+Owns the outgoing queue of each router. An open stream is the router's lease on its requests: when it ends, for
+whatever reason, the role hears `router_lost` and cancels them.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from common.ids import RouterId
+from common.messages import Cancel, Drain, Prefill, Reserve, RouterHello, WorkerInfo, WorkerMessage
+from common.pb import worker_pb2, worker_pb2_grpc
+from common.pb_convert import router_message_from_pb, worker_message_to_pb
+from common.telemetry.logs import get_logger
+
+OnMessage = Callable[[RouterId, Reserve | Prefill | Cancel | Drain], None]
+OnRouterLost = Callable[[RouterId], None]
+# A router that does not read this many messages is gone or wedged: it is cut off and its requests are cancelled.
+MAX_QUEUED_MESSAGES = 10_000
+HELLO_TIMEOUT_S = 5.0
+
+
+class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
+    """gRPC servicer. `send` and `broadcast` only from the event loop's thread."""
+
+    def __init__(self, info: WorkerInfo, on_message: OnMessage, on_router_lost: OnRouterLost) -> None:
+        self._info = info
+        self._on_message = on_message
+        self._on_router_lost = on_router_lost
+        self._queues: dict[RouterId, asyncio.Queue[WorkerMessage | None]] = {}
+
+    def send(self, router_id: RouterId, message: WorkerMessage) -> None:
+        """Queue a message. A router that left hears nothing: its requests are being cancelled."""
+        queue = self._queues.get(router_id)
+        if queue is None:
+            return
+        if queue.qsize() >= MAX_QUEUED_MESSAGES:
+            get_logger().warning("router_too_slow", router_id=router_id, queued=queue.qsize())
+            self._end(router_id, queue)
+            return
+        queue.put_nowait(message)
+
+    def broadcast(self, message: WorkerMessage) -> None:
+        for router_id in list(self._queues):
+            self.send(router_id, message)
+
+    def close(self) -> None:
+        """End every stream after what is queued."""
+        for queue in self._queues.values():
+            queue.put_nowait(None)
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        """One router's stream, until either side ends it."""
+        router_id = await self._hello(request_iterator, context)
+        if (old := self._queues.get(router_id)) is not None:
+            self._end(router_id, old)
+        queue: asyncio.Queue[WorkerMessage | None] = asyncio.Queue()
+        queue.put_nowait(self._info)
+        self._queues[router_id] = queue
+        reader = asyncio.create_task(self._read(router_id, request_iterator, queue))
+        get_logger().info("router_connected", router_id=router_id)
+        try:
+            while (message := await queue.get()) is not None:
+                yield worker_message_to_pb(message)
+        finally:
+            reader.cancel()
+            self._end(router_id, queue)
+
+    async def _hello(
+        self, requests: AsyncIterator[worker_pb2.ConnectRequest], context: grpc.aio.ServicerContext
+    ) -> RouterId:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                message = router_message_from_pb(await anext(requests))
+        except (TimeoutError, StopAsyncIteration, ValueError):
+            message = None
+        if not isinstance(message, RouterHello):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected RouterHello first")
+        return message.router_id
+
+    async def _read(
+        self,
+        router_id: RouterId,
+        requests: AsyncIterator[worker_pb2.ConnectRequest],
+        queue: asyncio.Queue[WorkerMessage | None],
+    ) -> None:
+        try:
+            async for request in requests:
+                message = router_message_from_pb(request)
+                if isinstance(message, Reserve | Prefill | Cancel | Drain):
+                    self._on_message(router_id, message)
+        finally:
+            queue.put_nowait(None)
+
+    def _end(self, router_id: RouterId, queue: asyncio.Queue[WorkerMessage | None]) -> None:
+        if self._queues.get(router_id) is not queue:
+            return
+        del self._queues[router_id]
+        queue.put_nowait(None)
+        get_logger().info("router_disconnected", router_id=router_id)
+        self._on_router_lost(router_id)

@@ -1,0 +1,11 @@
+"""The prefill worker as a Ray actor: placement and lifecycle only, never the token path."""
+
+from common.worker.host import WorkerHost
+from prefill_worker.worker import serve
+
+
+class PrefillActor(WorkerHost):
+    """`ray.remote(PrefillActor)` it with max_concurrency > 1: `wait` blocks for the worker's whole life."""
+
+    def __init__(self, config_json: str) -> None:
+        super().__init__(config_json, serve)
