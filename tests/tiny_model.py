@@ -1,0 +1,136 @@
+"""Writes a tiny seeded model as a Hugging Face directory: real files, real tokenizer, ready in well under a second.
+
+The weights are random but lively: the next token depends on the whole prompt and margins are wide enough that
+greedy output does not hang on rounding. Every architecture that `common.model` knows can be written.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+BOS_TOKEN_ID = 0
+EOS_TOKEN_ID = 1
+PAD_TOKEN_ID = 2
+SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
+MERGES = (
+    *(("t", "h"), ("h", "e"), ("th", "e"), ("i", "n"), ("a", "n"), ("o", "n"), ("e", "r"), ("r", "e")),
+    *(("Ġ", "the"), ("Ġ", "a"), ("in", "g"), ("an", "d"), ("Ġ", "and"), ("l", "l"), ("e", "n"), ("o", "r")),
+    *(("Ġ", "w"), ("o", "u"), ("Ġ", "s"), ("e", "d"), ("i", "s"), ("a", "t"), ("e", "s"), ("Ġ", "in")),
+)
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """What to write. `head_dim` is 16 and GQA has two query heads per KV head."""
+
+    architecture: str = "llama"  # llama, qwen2, qwen3
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    max_position: int = 2048
+    tie_embeddings: bool = False
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def vocab_size(self) -> int:
+        return len(SPECIAL_TOKENS) + 256 + len(MERGES)
+
+
+def write_tiny_model(path: Path, model: TinyModel | None = None) -> Path:
+    """Write the directory (made if missing) and return it. The same `model` always writes the same bytes."""
+    model = model or TinyModel()
+    path.mkdir(parents=True, exist_ok=True)
+    _write_json(path / "config.json", _config(model))
+    _write_json(path / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"})
+    _write_json(path / "generation_config.json", {"bos_token_id": BOS_TOKEN_ID, "eos_token_id": EOS_TOKEN_ID})
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    tiny_tokenizer().save(str(path / "tokenizer.json"))
+    save_file(_tensors(model), path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """Byte-level BPE: any text round-trips; encoding with special tokens prepends BOS."""
+    pieces = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
+    tokenizer = Tokenizer(models.BPE({piece: idx for idx, piece in enumerate(pieces)}, list(MERGES)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS_TOKEN_ID)])
+    return tokenizer
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2))
+
+
+def _config(model: TinyModel) -> dict[str, Any]:
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model.architecture]
+    return {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": model.architecture,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "max_position_embeddings": model.max_position,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": model.tie_embeddings,
+        "bos_token_id": BOS_TOKEN_ID,
+        "eos_token_id": EOS_TOKEN_ID,
+        "pad_token_id": PAD_TOKEN_ID,
+        "torch_dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _tensors(model: TinyModel) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(model.seed)
+
+    def randn(*shape: int, std: float) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * std).to(model.dtype)
+
+    def linear(num_out: int, num_in: int, gain: float = 1.0) -> torch.Tensor:
+        return randn(num_out, num_in, std=gain * num_in**-0.5)
+
+    hidden, q_size, kv_size = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    tensors = {"model.embed_tokens.weight": randn(model.vocab_size, hidden, std=1.0)}
+    for layer in range(model.num_layers):
+        prefix = f"model.layers.{layer}"
+        tensors |= {
+            f"{prefix}.input_layernorm.weight": 1 + randn(hidden, std=0.1),
+            f"{prefix}.self_attn.q_proj.weight": linear(q_size, hidden, gain=1.5),
+            f"{prefix}.self_attn.k_proj.weight": linear(kv_size, hidden, gain=1.5),
+            f"{prefix}.self_attn.v_proj.weight": linear(kv_size, hidden, gain=1.5),
+            f"{prefix}.self_attn.o_proj.weight": linear(hidden, q_size, gain=1.5),
+            f"{prefix}.post_attention_layernorm.weight": 1 + randn(hidden, std=0.1),
+            f"{prefix}.mlp.gate_proj.weight": linear(model.intermediate_size, hidden, gain=1.5),
+            f"{prefix}.mlp.up_proj.weight": linear(model.intermediate_size, hidden, gain=1.5),
+            f"{prefix}.mlp.down_proj.weight": linear(hidden, model.intermediate_size, gain=1.5),
+        }
+        if model.architecture == "qwen2":
+            sizes = {"q": q_size, "k": kv_size, "v": kv_size}
+            tensors |= {f"{prefix}.self_attn.{n}_proj.bias": randn(size, std=0.5) for n, size in sizes.items()}
+        if model.architecture == "qwen3":
+            tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(model.head_dim, std=0.1) for n in "qk"}
+    tensors["model.norm.weight"] = 1 + randn(hidden, std=0.1)
+    if not model.tie_embeddings:
+        tensors["lm_head.weight"] = linear(model.vocab_size, hidden, gain=3.0)
+    return tensors
