@@ -1,0 +1,64 @@
+"""The metric list: names, aliases, labels."""
+
+import re
+import urllib.request
+
+import pytest
+
+from common.telemetry.metrics import METRICS, Metrics
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("model", "decode", "decode-0")
+
+
+def test_every_name_is_ours_and_in_base_units() -> None:
+    for spec in METRICS:
+        assert re.fullmatch(r"pdserve_[a-z_]+", spec.name), spec.name
+        assert not spec.name.endswith(("_ms", "_mb", "_total_total")), spec.name
+        assert spec.kind != "histogram" or spec.name.endswith(("_seconds", "_bytes", "_tokens")), spec.name
+
+
+def test_names_and_aliases_are_unique() -> None:
+    names = [spec.name for spec in METRICS] + [spec.alias for spec in METRICS if spec.alias]
+    assert len(names) == len(set(names))
+
+
+def test_labels_are_bounded() -> None:
+    """1. No label may carry a value that a client chooses."""
+    allowed = {"state", "status", "error_type", "finished_reason", "phase", "reason", "op", "worker_role", "version"}
+    assert {label for spec in METRICS for label in spec.labels} <= allowed
+
+
+def test_a_value_appears_under_its_name_and_its_alias(metrics: Metrics) -> None:
+    metrics.set("pdserve_requests_running", 3)
+    metrics.inc("pdserve_generation_tokens", 5)
+    text = metrics.exposition().decode()
+    labels = '{model_name="model",role="decode",worker="decode-0"}'
+    assert f"pdserve_requests_running{labels} 3.0" in text
+    assert f"vllm:num_requests_running{labels} 3.0" in text
+    assert f"pdserve_generation_tokens_total{labels} 5.0" in text
+    assert f"vllm:generation_tokens_total{labels} 5.0" in text
+
+
+def test_no_creation_timestamps_are_exposed(metrics: Metrics) -> None:
+    metrics.inc("pdserve_generation_tokens")
+    assert "_created" not in metrics.exposition().decode()
+
+
+def test_an_unlisted_metric_is_refused(metrics: Metrics) -> None:
+    with pytest.raises(KeyError):
+        metrics.inc("pdserve_made_up")
+
+
+def test_a_wrong_label_is_refused(metrics: Metrics) -> None:
+    with pytest.raises(ValueError, match="label"):
+        metrics.inc("pdserve_preemptions", user="alice")
+
+
+def test_a_scrape_over_http_answers_the_exposition(metrics: Metrics) -> None:
+    metrics.set("pdserve_requests_waiting", 7)
+    port = metrics.serve("127.0.0.1", 0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+        assert b"vllm:num_requests_waiting" in response.read()

@@ -1,0 +1,79 @@
+"""The compute thread: one callback per step, whatever the runner does."""
+
+import queue
+import threading
+
+import pytest
+
+from common.engine.plan import StepPlan, StepResult
+from common.engine.runner_protocol import LayerHook
+from common.worker.compute import ComputeThread
+
+
+class FakeRunner:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.thread_ids: list[int] = []
+
+    def run(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> StepResult:
+        self.thread_ids.append(threading.get_ident())
+        self.may_end.wait(5)
+        if layer_hook is not None:
+            layer_hook(1)
+        if self.error is not None:
+            raise self.error
+        return StepResult(plan.step_id, (), 0.0)
+
+
+class Outcomes:
+    def __init__(self) -> None:
+        self.queue: queue.Queue[object] = queue.Queue()
+
+    def thread(self, runner: FakeRunner) -> ComputeThread:
+        return ComputeThread(runner, self.queue.put, lambda step_id, reason: self.queue.put((step_id, reason)))
+
+
+def test_a_step_runs_in_a_thread_of_its_own_and_reports_layers() -> None:
+    runner, outcomes, layers = FakeRunner(), Outcomes(), list[int]()
+    compute = outcomes.thread(runner)
+    compute.submit(StepPlan(7, ()), layers.append)
+    assert outcomes.queue.get(timeout=5) == StepResult(7, (), 0.0)
+    assert layers == [1]
+    assert threading.get_ident() not in runner.thread_ids
+    compute.close()
+
+
+def test_an_exception_becomes_a_failure_that_names_only_its_type(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = Outcomes()
+    compute = outcomes.thread(FakeRunner(RuntimeError("CANARY prompt text")))
+    compute.submit(StepPlan(8, ()))
+    assert outcomes.queue.get(timeout=5) == (8, "RuntimeError")
+    captured = capsys.readouterr()
+    assert "CANARY" not in captured.out + captured.err
+    compute.close()
+
+
+def test_the_thread_survives_a_failed_step() -> None:
+    runner, outcomes = FakeRunner(RuntimeError()), Outcomes()
+    compute = outcomes.thread(runner)
+    compute.submit(StepPlan(1, ()))
+    outcomes.queue.get(timeout=5)
+    runner.error = None
+    compute.submit(StepPlan(2, ()))
+    assert outcomes.queue.get(timeout=5) == StepResult(2, (), 0.0)
+    compute.close()
+
+
+def test_a_running_step_has_an_age_and_an_idle_thread_has_none() -> None:
+    runner, outcomes = FakeRunner(), Outcomes()
+    runner.may_end.clear()
+    compute = outcomes.thread(runner)
+    assert compute.step_age_s == 0.0
+    compute.submit(StepPlan(3, ()))
+    assert compute.step_age_s > 0.0
+    runner.may_end.set()
+    outcomes.queue.get(timeout=5)
+    assert compute.step_age_s == 0.0
+    compute.close()

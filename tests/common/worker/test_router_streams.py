@@ -1,0 +1,118 @@
+"""The worker's side of a router stream over real gRPC on loopback."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from common.grpc_options import channel_options, server_options
+from common.ids import AttemptId, RequestId, RouterId, WorkerRef
+from common.messages import Cancel, Granted, Role, RouterHello, RouterMessage, WorkerInfo, WorkerStats
+from common.pb import worker_pb2_grpc
+from common.pb_convert import router_message_to_pb, worker_message_from_pb
+from common.request import PairingInfo
+from common.worker import router_streams
+from common.worker.router_streams import RouterStreams
+
+ROUTER = RouterId("router-0")
+ATTEMPT = AttemptId(RequestId("r"), 0)
+INFO = WorkerInfo(
+    WorkerRef("decode-0", "ab"), Role.DECODE, "m", 16, 8, 128, 4, 1, PairingInfo((("dtype", "float32"),)), "h:1"
+)
+
+
+class Recorder:
+    """A role that writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[tuple[RouterId, RouterMessage]] = asyncio.Queue()
+        self.lost: asyncio.Queue[RouterId] = asyncio.Queue()
+        self.streams = RouterStreams(INFO, lambda *message: self.messages.put_nowait(message), self.lost.put_nowait)
+
+
+class Router:
+    """A client end of the stream."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.call = worker_pb2_grpc.WorkerServiceStub(channel).Connect()
+
+    async def send(self, message: RouterMessage) -> None:
+        await self.call.write(router_message_to_pb(message))
+
+    async def receive(self) -> object:
+        return worker_message_from_pb(await asyncio.wait_for(self.call.read(), 5))
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Recorder, grpc.aio.Channel]]:
+    recorder = Recorder()
+    server = grpc.aio.server(options=server_options())
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(recorder.streams, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+        yield recorder, channel
+    await server.stop(None)
+
+
+async def connected(channel: grpc.aio.Channel) -> Router:
+    router = Router(channel)
+    await router.send(RouterHello(ROUTER))
+    assert await router.receive() == INFO
+    return router
+
+
+async def test_the_worker_says_first_who_it_is() -> None:
+    async with serving() as (_, channel):
+        await connected(channel)
+
+
+async def test_messages_pass_in_both_directions() -> None:
+    async with serving() as (recorder, channel):
+        router = await connected(channel)
+        await router.send(Cancel(ATTEMPT))
+        assert await asyncio.wait_for(recorder.messages.get(), 5) == (ROUTER, Cancel(ATTEMPT))
+        recorder.streams.send(ROUTER, Granted(ATTEMPT, 3, is_local=False))
+        assert await router.receive() == Granted(ATTEMPT, 3, is_local=False)
+        recorder.streams.broadcast(WorkerStats(num_running=2))
+        assert await router.receive() == WorkerStats(num_running=2)
+
+
+async def test_a_router_that_leaves_is_reported_lost_once() -> None:
+    async with serving() as (recorder, channel):
+        router = await connected(channel)
+        router.call.cancel()
+        assert await asyncio.wait_for(recorder.lost.get(), 5) == ROUTER
+        recorder.streams.send(ROUTER, WorkerStats())
+        assert recorder.lost.empty()
+
+
+async def test_a_stream_without_hello_is_refused() -> None:
+    async with serving() as (_, channel):
+        router = Router(channel)
+        await router.send(Cancel(ATTEMPT))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await router.receive()
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_second_stream_of_one_router_replaces_the_first() -> None:
+    """The old stream's requests are cancelled; the new stream is untouched by the old one's end."""
+    async with serving() as (recorder, channel):
+        await connected(channel)
+        second = await connected(channel)
+        assert await asyncio.wait_for(recorder.lost.get(), 5) == ROUTER
+        recorder.streams.send(ROUTER, WorkerStats(num_waiting=9))
+        assert await second.receive() == WorkerStats(num_waiting=9)
+        assert recorder.lost.empty()
+
+
+async def test_a_router_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_streams, "MAX_QUEUED_MESSAGES", 3)
+    async with serving() as (recorder, channel):
+        await connected(channel)
+        for _ in range(5):
+            recorder.streams.send(ROUTER, WorkerStats())
+        assert await asyncio.wait_for(recorder.lost.get(), 5) == ROUTER
