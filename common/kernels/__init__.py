@@ -1,0 +1,1 @@
+"""Triton kernels, each beside its torch reference. Importing a kernel imports triton; this package alone does not."""
