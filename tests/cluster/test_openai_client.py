@@ -76,7 +76,7 @@ def test_four_choices_share_one_prefill_and_differ(client: openai.OpenAI, model:
 def test_a_shared_prefix_is_reported_and_the_request_lands_where_it_is(
     client: openai.OpenAI, model: str, cluster: Cluster
 ) -> None:
-    """1. a long prompt on a cold cluster; 2. the same prefix with another tail; 3. same prefill worker, >= 800 cached."""
+    """1. a long prompt, cold; 2. its prefix with another tail: 800 tokens cached, on the same prefill worker."""
     arguments = {"model": model, "max_tokens": 4, "temperature": 0}
     cold = client.completions.with_raw_response.create(prompt=f"{LONG_TEXT} First tail.", **arguments)
     warm = client.completions.with_raw_response.create(prompt=f"{LONG_TEXT} Second tail.", **arguments)

@@ -1,0 +1,108 @@
+"""Requests to a cluster and what must come back: streams over HTTP, checked token for token against one process."""
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from common.request import SamplingParams
+from tests.one_process import generate
+
+VOCAB = range(3, 250)  # plain byte tokens of the tiny model
+
+
+@dataclass(slots=True)
+class Streamed:
+    """One choice as its client saw it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A request by token ids, and its parameters."""
+
+    token_ids: tuple[int, ...]
+    seed: int
+    temperature: float = 1.0
+    max_tokens: int = 24
+    num_choices: int = 1
+
+    def body(self, model: str) -> dict[str, Any]:
+        return {
+            "model": model,
+            "prompt": list(self.token_ids),
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "n": self.num_choices,
+            "stream": True,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+
+    def expected(self, model_path: Path) -> list[list[int]]:
+        """The oracle: one process, no paging, no batching, no handoff."""
+        params = SamplingParams(seed=self.seed, max_tokens=self.max_tokens, temperature=self.temperature)
+        return generate(model_path, self.token_ids, params, choices=tuple(range(self.num_choices)))
+
+
+def random_cases(count: int, seed: int, **fixed: Any) -> list[Case]:
+    """Prompts of 1 to 200 tokens."""
+    rng = random.Random(seed)
+    return [
+        Case(tuple(rng.choices(VOCAB, k=rng.randint(1, 200))), seed=rng.randrange(1 << 40), **fixed)
+        for _ in range(count)
+    ]
+
+
+async def stream(client: httpx.AsyncClient, url: str, model: str, case: Case) -> list[Streamed]:
+    """Run one case; raises on any status but 200 and on an error inside the stream."""
+    choices = [Streamed() for _ in range(case.num_choices)]
+    done = False
+    async with client.stream("POST", f"{url}/v1/completions", json=case.body(model)) as reply:
+        if reply.status_code != 200:
+            raise AssertionError((await reply.aread()).decode())
+        async for line in reply.aiter_lines():
+            if line == "data: [DONE]":
+                done = True
+            elif line.startswith("data: "):
+                _apply(choices, json.loads(line.removeprefix("data: ")))
+    assert done, "the stream ended without [DONE]"
+    return choices
+
+
+def _apply(choices: list[Streamed], chunk: dict[str, Any]) -> None:
+    assert "error" not in chunk, chunk
+    for part in chunk["choices"]:
+        choice = choices[part["index"]]
+        assert choice.finish_reason is None, "tokens after the end"
+        choice.token_ids += part.get("token_ids") or []
+        choice.finish_reason = part["finish_reason"]
+
+
+async def run_all(url: str, model: str, cases: list[Case], at_once: int = 16) -> list[list[Streamed]]:
+    """All cases, at most `at_once` at a time."""
+    slots = asyncio.Semaphore(at_once)
+    async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=at_once)) as client:
+
+        async def one(case: Case) -> list[Streamed]:
+            async with slots:
+                return await stream(client, url, model, case)
+
+        return list(await asyncio.gather(*(one(case) for case in cases)))
+
+
+def wrong(model_path: Path, cases: list[Case], answers: list[list[Streamed]]) -> list[str]:
+    """Every choice that is not exactly the oracle's."""
+    faults = []
+    for case, answer in zip(cases, answers, strict=True):
+        for idx, (choice, expected) in enumerate(zip(answer, case.expected(model_path), strict=True)):
+            if choice.token_ids != expected or choice.finish_reason != "length":
+                faults.append(f"seed {case.seed} choice {idx}: {choice} expected {expected}")
+    return faults
