@@ -110,6 +110,16 @@ class DeadlineExceeded(PdserveError):
     reason = "DEADLINE_EXCEEDED"
 
 
+class RequestCancelled(PdserveError):
+    """Somebody asked to end the request: its own client, or an operator."""
+
+    http_status = 499
+    grpc_code = "CANCELLED"
+    error_type = "cancelled_error"
+    code = "request_cancelled"
+    reason = "REQUEST_CANCELLED"
+
+
 class PeerError(PdserveError):
     """Another process of ours, or the network to it, failed. Never reaches a client as it is."""
 

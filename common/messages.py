@@ -98,11 +98,12 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A worker will not take the attempt: for now (`is_retryable`), or never."""
+    """A worker will not take the attempt: for now (`is_retryable`), or never. `prefill_try`: see AttemptFailed."""
 
     attempt_id: AttemptId
     reason: str
     is_retryable: bool
+    prefill_try: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +158,16 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """The attempt is over on this worker and everything it held is free."""
+    """The attempt is over on this worker and everything it held is free.
+
+    A prefill worker names the try it speaks of, so that its answer cannot end a later try; decode workers leave
+    `prefill_try` None.
+    """
 
     attempt_id: AttemptId
     reason: str
     is_retryable: bool
+    prefill_try: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,12 +207,16 @@ def _granted_from_pb(granted: pb.Granted) -> Granted:
 
 def _refused_to_pb(message: Refused) -> pb.Refused:
     return pb.Refused(
-        attempt_id=attempt_id_to_pb(message.attempt_id), reason=message.reason, is_retryable=message.is_retryable
+        attempt_id=attempt_id_to_pb(message.attempt_id),
+        reason=message.reason,
+        is_retryable=message.is_retryable,
+        prefill_try=message.prefill_try,
     )
 
 
 def _refused_from_pb(refused: pb.Refused) -> Refused:
-    return Refused(attempt_id_from_pb(refused.attempt_id), refused.reason, refused.is_retryable)
+    prefill_try = refused.prefill_try if refused.HasField("prefill_try") else None
+    return Refused(attempt_id_from_pb(refused.attempt_id), refused.reason, refused.is_retryable, prefill_try)
 
 
 def _first_tokens_to_pb(message: FirstTokens) -> pb.FirstTokens:
@@ -305,12 +309,16 @@ def _transfer_failed_from_pb(failed: pb.TransferFailed) -> TransferFailed:
 
 def _attempt_failed_to_pb(message: AttemptFailed) -> pb.AttemptFailed:
     return pb.AttemptFailed(
-        attempt_id=attempt_id_to_pb(message.attempt_id), reason=message.reason, is_retryable=message.is_retryable
+        attempt_id=attempt_id_to_pb(message.attempt_id),
+        reason=message.reason,
+        is_retryable=message.is_retryable,
+        prefill_try=message.prefill_try,
     )
 
 
 def _attempt_failed_from_pb(failed: pb.AttemptFailed) -> AttemptFailed:
-    return AttemptFailed(attempt_id_from_pb(failed.attempt_id), failed.reason, failed.is_retryable)
+    prefill_try = failed.prefill_try if failed.HasField("prefill_try") else None
+    return AttemptFailed(attempt_id_from_pb(failed.attempt_id), failed.reason, failed.is_retryable, prefill_try)
 
 
 def _stats_to_pb(stats: WorkerStats) -> pb.WorkerStats:

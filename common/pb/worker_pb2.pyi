@@ -419,9 +419,12 @@ class Refused(_message.Message):
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     IS_RETRYABLE_FIELD_NUMBER: _builtins.int
+    PREFILL_TRY_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     is_retryable: _builtins.bool
     """False: the request can never run here, or anywhere alike."""
+    prefill_try: _builtins.int
+    """Prefill workers name the try they speak of: an answer to an earlier try must not end a later one."""
     @_builtins.property
     def attempt_id(self) -> Global___AttemptId: ...
     def __init__(
@@ -430,12 +433,15 @@ class Refused(_message.Message):
         attempt_id: Global___AttemptId | None = ...,
         reason: _builtins.str = ...,
         is_retryable: _builtins.bool = ...,
+        prefill_try: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try", "attempt_id", b"attempt_id", "prefill_try", b"prefill_try"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "is_retryable", b"is_retryable", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try", "attempt_id", b"attempt_id", "is_retryable", b"is_retryable", "prefill_try", b"prefill_try", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prefill_try: _TypeAlias = _typing.Literal["prefill_try"]  # noqa: Y015
+    _WhichOneofArgType__prefill_try: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_try) -> _WhichOneofReturnType__prefill_try | None: ...
 
 Global___Refused: _TypeAlias = Refused  # noqa: Y015
 
@@ -775,8 +781,11 @@ class AttemptFailed(_message.Message):
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     IS_RETRYABLE_FIELD_NUMBER: _builtins.int
+    PREFILL_TRY_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     is_retryable: _builtins.bool
+    prefill_try: _builtins.int
+    """Prefill workers name the try they speak of: an answer to an earlier try must not end a later one."""
     @_builtins.property
     def attempt_id(self) -> Global___AttemptId: ...
     def __init__(
@@ -785,12 +794,15 @@ class AttemptFailed(_message.Message):
         attempt_id: Global___AttemptId | None = ...,
         reason: _builtins.str = ...,
         is_retryable: _builtins.bool = ...,
+        prefill_try: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try", "attempt_id", b"attempt_id", "prefill_try", b"prefill_try"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "is_retryable", b"is_retryable", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try", "attempt_id", b"attempt_id", "is_retryable", b"is_retryable", "prefill_try", b"prefill_try", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prefill_try: _TypeAlias = _typing.Literal["prefill_try"]  # noqa: Y015
+    _WhichOneofArgType__prefill_try: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_try) -> _WhichOneofReturnType__prefill_try | None: ...
 
 Global___AttemptFailed: _TypeAlias = AttemptFailed  # noqa: Y015
 

@@ -87,12 +87,12 @@ WORKER_MESSAGES: list[WorkerMessage] = [
         device="cuda:0",
     ),
     Granted(ATTEMPT, 48, is_local=True),
-    Refused(ATTEMPT, "too long", is_retryable=True),
+    Refused(ATTEMPT, "too long", is_retryable=True, prefill_try=7),
     FirstTokens(ATTEMPT, 1, TOKENS, 0.25, 0.5, 32, (ChunkTiming(0.1, 0.2, 64), ChunkTiming(0.2, 0.3, 5))),
     TokenBatch((AttemptTokens(ATTEMPT, TOKENS), AttemptTokens(AttemptId(RequestId("b"), 0), TOKENS[:1]))),
     HandoffReport(ATTEMPT, 2**40, 30, 0.5, 0.125, 0.25, 16, is_local=True, local_prefill_s=0.75),
     TransferFailed(ATTEMPT, 2, "link lost"),
-    AttemptFailed(ATTEMPT, "step failed", is_retryable=True),
+    AttemptFailed(ATTEMPT, "step failed", is_retryable=True, prefill_try=1),
     WorkerStats(WorkerState.DRAINING, 1, 2, 300, 4, 5, 6, 7, 1234.5, 0.0125, 8, 9),
 ]
 
@@ -124,6 +124,13 @@ def test_absent_and_zero_logprobs_stay_apart() -> None:
     for num_logprobs in (None, 0):
         work = dataclasses.replace(WORK, sampling=dataclasses.replace(SAMPLING, num_logprobs=num_logprobs))
         assert pb_convert.router_message_from_pb(pb_convert.router_message_to_pb(Reserve(work))) == Reserve(work)
+
+
+def test_absent_and_first_prefill_try_stay_apart() -> None:
+    for prefill_try in (None, 0):
+        for kind in (Refused, AttemptFailed):
+            message = kind(ATTEMPT, "busy", is_retryable=True, prefill_try=prefill_try)
+            assert pb_convert.worker_message_from_pb(pb_convert.worker_message_to_pb(message)) == message
 
 
 def test_message_of_no_known_kind_is_the_peers_error() -> None:
