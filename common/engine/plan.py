@@ -3,9 +3,10 @@
 The scheduler decides *what* (which tokens, which blocks, which samples); the runner decides how.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.request import SampledToken, SamplingParams
+from common.request import SampledToken, SamplingParams, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,10 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass. `block_copies` (source, target) are done first: copy-on-write."""
+    """One forward pass. `block_copies` (source, target) are done first: copy-on-write.
+
+    Every source is read before a target is written, and no target is listed twice.
+    """
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
@@ -70,3 +74,17 @@ class StepResult:
     step_id: int
     results: tuple[SequenceResult, ...]
     duration_s: float
+
+
+def sample_spec(work: Work, choice_idx: int, token_ids: Sequence[int]) -> SampleSpec:
+    """How to draw the token that follows `token_ids` (prompt and output so far) of one choice of `work`."""
+    params = work.sampling
+    position = len(token_ids) - work.num_prompt_tokens
+    return SampleSpec(
+        choice_idx=choice_idx,
+        position=position,
+        params=params,
+        num_prompt_tokens=work.num_prompt_tokens,
+        token_ids=tuple(token_ids) if params.has_penalties else (),
+        banned_token_ids=params.stop_token_ids if position < params.min_tokens else (),
+    )
