@@ -1,4 +1,4 @@
-"""Reads a Hugging Face directory: config.json, tokenizer.json, tokenizer_config.json, chat template, generation config."""
+"""Reads a Hugging Face directory: configuration, tokenizer, chat template, generation defaults."""
 
 import hashlib
 import json
@@ -46,11 +46,8 @@ def open_huggingface(path: Path) -> Checkpoint:
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a directory: those of the index, else model.safetensors."""
     index = path / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(_read_json(index)["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    files = [path / name for name in names]
+    names = set(_read_json(index)["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    files = [path / name for name in sorted(names)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise CheckpointError(f"{path}: weight files are missing: {', '.join(missing)}")

@@ -1,0 +1,88 @@
+"""A decoder-only model: embedding, layers, final norm, head. Architectures differ in their `build_layer`.
+
+A new architecture is one file with a `build_layer` and an entry in LAYER_BUILDERS.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from common.checkpoint import CheckpointError, ModelSpec
+from common.model import llama, qwen2, qwen3
+from common.model.backend import AttentionBackend, AttentionBatch
+from common.model.layers import LayerInputs, RmsNorm
+from common.model.linear import Linear
+from common.model.rope import cos_sin_table
+from common.model.weights import Weights
+
+LayerHook = Callable[[int], None]
+
+
+class Layer(Protocol):
+    """What the decoder needs of a layer; see `DecoderLayer`."""
+
+    def write_kv(self, hidden: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor: ...
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor: ...
+
+    def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+LayerBuilder = Callable[[LayerInputs, str], Layer]
+LAYER_BUILDERS: dict[str, LayerBuilder] = {
+    "llama": llama.build_layer,
+    "qwen2": qwen2.build_layer,
+    "qwen3": qwen3.build_layer,
+}
+
+
+class Decoder:
+    """Immutable once built. Not thread-safe only where its attention backend is not."""
+
+    def __init__(self, embedding: torch.Tensor, layers: Sequence[Layer], norm: RmsNorm, head: Linear) -> None:
+        self._embedding = embedding  # [vocab_size, hidden_size]
+        self._layers = layers
+        self._norm = norm
+        self._head = head
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # [num_tokens] int64
+        batch: AttentionBatch,
+        kv: Sequence[torch.Tensor],  # per layer [2, num_blocks, block_size, num_kv_heads, head_dim]
+        logit_rows: torch.Tensor,  # [num_rows] int64: the tokens whose logits are wanted
+        layer_hook: LayerHook | None = None,
+    ) -> torch.Tensor:
+        """Logits [num_rows, vocab_size] float32. Writes KV of every token; `layer_hook(n)` follows layer n - 1's.
+
+        In the last layer only the wanted rows are computed past attention, and nothing when none is wanted.
+        """
+        hidden = F.embedding(token_ids, self._embedding)
+        for layer_idx, layer in enumerate(self._layers):
+            q = layer.write_kv(hidden, kv[layer_idx], batch)
+            if layer_hook is not None:
+                layer_hook(layer_idx + 1)
+            is_last = layer_idx + 1 == len(self._layers)
+            if is_last and logit_rows.numel() == 0:
+                return hidden.new_empty((0, self._head.out_features), dtype=torch.float32)
+            attended = layer.attend(q, kv[layer_idx], batch)
+            if is_last:
+                attended, hidden = attended[logit_rows], hidden[logit_rows]
+            hidden = layer.finish(attended, hidden)
+        return self._head(self._norm(hidden)).float()
+
+
+def build_decoder(spec: ModelSpec, weights: Weights, backend: AttentionBackend, device: torch.device | str) -> Decoder:
+    """Read all weights and prepare them for `device`. Raises CheckpointError on a missing or unused weight."""
+    if spec.architecture not in LAYER_BUILDERS:
+        raise CheckpointError(f"architecture {spec.architecture!r} is not one of {', '.join(LAYER_BUILDERS)}")
+    build_layer = LAYER_BUILDERS[spec.architecture]
+    inputs = LayerInputs(spec, weights, backend, cos_sin_table(spec, device))
+    embedding = weights.take("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
+    layers = [build_layer(inputs, f"model.layers.{idx}") for idx in range(spec.num_layers)]
+    norm = RmsNorm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.rms_norm_eps)
+    head = embedding if spec.tie_embeddings else weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
+    weights.check_all_taken()
+    return Decoder(embedding, layers, norm, Linear(head))
