@@ -55,7 +55,7 @@ class PromptTokenizer:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, Any] = _NO_KWARGS,
     ) -> list[int]:
         """Token ids of a conversation. Special tokens come from the template only, never from a message."""
         if self._chat_template is None:
