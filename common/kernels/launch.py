@@ -44,7 +44,7 @@ def launch(kernel: Kernel, grid: tuple[int, ...], device: torch.device, *args: A
     if 0 in grid:
         return
     with _launch_scope(device):
-        kernel[grid](*args, **meta)
+        kernel[grid](*args, enable_fp_fusion=True, **meta)
 
 
 def require_runnable() -> None:

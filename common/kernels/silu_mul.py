@@ -30,8 +30,9 @@ def silu_mul_kernel(
     mask = dim < SIZE
     gate = tl.load(gate_ptr + token * gate_token_stride + dim, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + token * up_token_stride + dim, mask=mask, other=0.0).to(tl.float32)
-    # exp of a large negative gate is inf, and x / inf the 0 that silu tends to.
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    # sigmoid by exp(-|gate|), which never overflows
+    decay = tl.exp(-tl.abs(gate))
+    out = gate * tl.where(gate >= 0, 1.0, decay) / (1.0 + decay) * up
     tl.store(out_ptr + token * SIZE + dim, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

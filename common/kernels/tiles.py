@@ -48,8 +48,10 @@ def scaled_scores(
     """Scores in units of log2, so that the softmax uses exp2. SOFT_CAP 0 is none."""
     scores = dot(query, tl.trans(key)) * scale
     if SOFT_CAP > 0:
-        # tanh(x) = 1 - 2 / (1 + exp(2x)): right at both ends, where exp is 0 or inf.
-        scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / SOFT_CAP) * LOG2_E)))
+        # tanh |x| = (1 - exp(-2 |x|)) / (1 + exp(-2 |x|)), which never overflows
+        decay = tl.exp2(tl.abs(scores) * (-2.0 / SOFT_CAP) * LOG2_E)
+        capped = SOFT_CAP * (1.0 - decay) / (1.0 + decay)
+        scores = tl.where(scores < 0, -capped, capped)
     return scores * LOG2_E
 
 

@@ -1,0 +1,121 @@
+"""Both attention kernels against the float64 reference, unused slots poisoned throughout."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from common.kernels.decode_attention import SPLIT_LEN, decode_attention, decode_attention_reference
+from common.kernels.prefill_attention import prefill_attention, prefill_attention_reference
+from tests.common.kernels.cases import ATTENTION_BOUND, AttentionCase, Shape, attention_case
+from tests.common.kernels.pairwise import case_id, pairwise
+
+SHAPE_AXES: dict[str, tuple[Any, ...]] = {
+    "head_dim": (16, 24, 64, 80, 96, 128, 256),
+    "group": (1, 2, 3, 4, 5, 6, 7, 8),
+    "num_kv_heads": (1, 2),
+    "block_size": (16, 8, 32, 24),
+    "dtype": (torch.float32, torch.bfloat16, torch.float16),
+    "is_sliced": (False, True),
+    "poison": (float("nan"), float("inf")),
+}
+OPTION_AXES: dict[str, tuple[Any, ...]] = {"window": (0, 1, 7, 64), "soft_cap": (0.0, 2.0)}
+# (seq_len, query_len) per sequence: block_size and tile edges, cached prefixes of any length, and no work at all.
+PREFILL_BATCHES = (
+    (),
+    ((1, 1),),
+    ((15, 15), (16, 16), (17, 17)),
+    ((31, 2), (33, 33), (1, 1)),
+    ((127, 3), (128, 128), (129, 17)),
+    ((40, 0), (65, 64), (0, 0), (300, 1)),
+    ((64, 63), (63, 7), (300, 20)),
+)
+DECODE_BATCHES = (
+    (),
+    ((1, 1),),
+    ((15, 1), (16, 1), (17, 1), (31, 1), (33, 1)),
+    ((127, 1), (128, 1), (129, 1)),
+    ((0, 1), (40, 0), (SPLIT_LEN, 1)),
+    ((SPLIT_LEN - 1, 1), (SPLIT_LEN + 1, 1), (5, 1)),
+    ((2 * SPLIT_LEN, 1), (3, 1)),
+)
+
+
+def check(kernel: Any, reference: Any, case: AttentionCase, **options: Any) -> None:
+    out = kernel(case.q, case.kv, case.batch, case.scale, **options)
+    expected = reference(case.q, case.kv, case.batch, case.scale, **options)
+    assert out.dtype == case.q.dtype
+    assert out.isfinite().all()
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=ATTENTION_BOUND[case.q.dtype])
+
+
+def split_case(case: dict[str, Any]) -> tuple[AttentionCase, dict[str, Any]]:
+    shape = Shape(**{name: case[name] for name in SHAPE_AXES})
+    return attention_case(case["batch"], shape), {name: case[name] for name in OPTION_AXES}
+
+
+@pytest.mark.parametrize("case", pairwise({"batch": PREFILL_BATCHES, **SHAPE_AXES, **OPTION_AXES}), ids=case_id)
+def test_prefill_matches_float64_reference(case: dict[str, Any]) -> None:
+    inputs, options = split_case(case)
+    check(prefill_attention, prefill_attention_reference, inputs, **options)
+
+
+@pytest.mark.parametrize("case", pairwise({"batch": DECODE_BATCHES, **SHAPE_AXES, **OPTION_AXES}), ids=case_id)
+def test_decode_matches_float64_reference(case: dict[str, Any]) -> None:
+    inputs, options = split_case(case)
+    check(decode_attention, decode_attention_reference, inputs, **options)
+
+
+def test_prefill_kernel_serves_single_tokens_among_chunks() -> None:
+    """Rows of a decode step and a prefill chunk in one launch give what each gives alone."""
+    mixed = attention_case(((300, 1), (90, 40), (17, 1)), Shape())
+    out = prefill_attention(mixed.q, mixed.kv, mixed.batch, mixed.scale)
+    expected = prefill_attention_reference(mixed.q, mixed.kv, mixed.batch, mixed.scale)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=ATTENTION_BOUND[torch.float32])
+
+
+def test_decode_of_empty_sequence_is_zero() -> None:
+    case = attention_case(((0, 1), (3, 1)), Shape())
+    out = decode_attention(case.q, case.kv, case.batch, case.scale)
+    assert (out[0] == 0).all()
+    assert (out[1] != 0).all()
+
+
+def test_decode_of_a_sequence_does_not_depend_on_its_batch() -> None:
+    lengths = ((SPLIT_LEN + 44, 1), (7, 1), (3 * SPLIT_LEN, 1))
+    case = attention_case(lengths, Shape(dtype=torch.bfloat16))
+    together = decode_attention(case.q, case.kv, case.batch, case.scale)
+    for idx, (seq_len, _) in enumerate(lengths):
+        alone = decode_attention(case.q[idx : idx + 1], case.kv, only(case, idx, seq_len), case.scale)
+        assert torch.equal(alone[0], together[idx])
+
+
+def only(case: AttentionCase, idx: int, seq_len: int) -> Any:
+    """The batch of one decode sequence of a case."""
+    from common.model.backend import AttentionBatch
+
+    batch = case.batch
+    rows = slice(idx, idx + 1)
+    return AttentionBatch(
+        batch.positions[rows],
+        batch.slot_mapping[rows],
+        torch.tensor([0, 1], dtype=torch.int32),
+        batch.seq_lens[rows],
+        batch.block_tables[rows],
+        1,
+        seq_len,
+    )
+
+
+@pytest.mark.parametrize("kernel", (prefill_attention, decode_attention))
+def test_result_does_not_depend_on_the_order_of_programs(kernel: Any, run_in_order: Any) -> None:
+    import random
+
+    case = attention_case(((600, 1), (17, 1), (129, 1)), Shape(group=3))
+    natural = kernel(case.q, case.kv, case.batch, case.scale)
+    for order in (
+        lambda n: list(reversed(range(n))),
+        lambda n: random.Random(1).sample(range(n), n),
+    ):
+        run_in_order(order)
+        assert torch.equal(kernel(case.q, case.kv, case.batch, case.scale), natural)
