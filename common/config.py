@@ -49,6 +49,7 @@ class WorkerConfig(BaseModel):
     min_chunk_bytes: int = Field(1 << 20, ge=1, description="layers are sent together until a chunk is this large")
     max_inflight_bytes: int = Field(32 << 20, ge=1, description="announced and not yet received, per pair")
     link_timeout_s: float = Field(30.0, gt=0, description="a pair without progress for this long is rebuilt")
+    max_step_s: float = Field(60.0, gt=0, description="a step that runs longer makes the worker unhealthy")
     lease_s: float = Field(3.0, gt=0, description="registration in Redis; renewed every third of it")
 
 

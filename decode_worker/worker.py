@@ -106,6 +106,6 @@ class DecodeWorker:
 
 
 def _receiver_core(around: Surroundings) -> ReceiverCore:
-    config, loaded = around.config, around.loaded
-    planner = ChunkPlanner(loaded.num_layers, loaded.bytes_per_token_layer, min_chunk_bytes=config.min_chunk_bytes)
+    config, shape = around.config, around.loaded.cache.shape
+    planner = ChunkPlanner(shape.num_layers, shape.bytes_per_token // shape.num_layers, config.min_chunk_bytes)
     return ReceiverCore(planner, config.max_inflight_bytes, config.link_timeout_s)

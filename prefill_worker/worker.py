@@ -45,7 +45,8 @@ class PrefillWorker:
         self.drained = asyncio.Event()
         self._around = around
         self._pool = around.new_pool()
-        self._core = PrefillCore(self._pool, _sender_core(around), PrefillLimits.of(around.config), around.hash_fields)
+        limits, num_layers = PrefillLimits.of(around.config), around.loaded.cache.shape.num_layers
+        self._core = PrefillCore(self._pool, _sender_core(around), limits, around.hash_fields, num_layers)
         self._loop: CoreLoop[PrefillEvent, PrefillEffect] = CoreLoop(self._core, self._perform)
         self._sessions = SenderSessions(around.session_settings(), self._loop.post)
         self._compute = ComputeThread(around.loaded.runner, self._on_step_finished, self._on_step_failed)
@@ -106,6 +107,6 @@ class PrefillWorker:
 
 
 def _sender_core(around: Surroundings) -> SenderCore:
-    config, loaded = around.config, around.loaded
-    planner = ChunkPlanner(loaded.num_layers, loaded.bytes_per_token_layer, min_chunk_bytes=config.min_chunk_bytes)
+    config, shape = around.config, around.loaded.cache.shape
+    planner = ChunkPlanner(shape.num_layers, shape.bytes_per_token // shape.num_layers, config.min_chunk_bytes)
     return SenderCore(planner, config.max_inflight_bytes, config.link_timeout_s)

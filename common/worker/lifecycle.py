@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
@@ -17,6 +18,7 @@ from common.config import WorkerConfig
 from common.engine.loading import LoadedModel, load_model
 from common.grpc_options import server_options
 from common.ids import BlockHash, RouterId, WorkerRef
+from common.kv.block_pool import BlockPool
 from common.messages import Cancel, Drain, Prefill, Reserve, Role, WorkerInfo, WorkerState, WorkerStats
 from common.pb import worker_pb2_grpc
 from common.prefix_index.protocol import PrefixIndexWriter, Registration
@@ -92,6 +94,14 @@ class Surroundings:
         self.streams: RouterStreams  # set before the first message can arrive
         self.index: PrefixIndexWriter
 
+    @property
+    def hash_fields(self) -> dict[str, str]:
+        """What block hashes cover besides tokens: all that two workers must have in common."""
+        return dict(self.loaded.pairing.fields)
+
+    def new_pool(self) -> BlockPool:
+        return BlockPool(self.loaded.cache.num_blocks, self.config.block_size)
+
 
 Build = Callable[[Surroundings], RoleWorker]
 
@@ -148,7 +158,7 @@ def _describe(around: Surroundings, address: str) -> WorkerInfo:
         role=Role(config.role),
         model_name=loaded.served_name,
         block_size=config.block_size,
-        num_blocks=loaded.num_blocks,
+        num_blocks=loaded.cache.num_blocks,
         max_model_len=loaded.max_model_len,
         max_num_seqs=config.max_num_seqs,
         pid=os.getpid(),
@@ -201,6 +211,6 @@ def record_stats(metrics: Metrics, stats: WorkerStats) -> None:
     metrics.set("pdserve_waiting_uncached_tokens", stats.num_waiting_uncached_tokens)
 
 
-def is_wedged(state: WorkerState, step_age_s: float, limit_s: float) -> WorkerState:
-    """A step that runs longer than `limit_s` makes the worker unhealthy, whatever its threads still answer."""
-    return WorkerState.UNHEALTHY if step_age_s > limit_s else state
+def with_health(stats: WorkerStats, step_age_s: float, config: WorkerConfig) -> WorkerStats:
+    """A step older than `max_step_s` makes the worker unhealthy, whatever its threads still answer."""
+    return replace(stats, state=WorkerState.UNHEALTHY) if step_age_s > config.max_step_s else stats
