@@ -178,7 +178,10 @@ class SendChunk:
 
 @dataclass(frozen=True, slots=True)
 class SendFinished:
-    """Tell the receiver that `num_chunks` chunks were announced and what was sampled."""
+    """Tell the receiver that the prompt is computed, what was sampled, and that `num_chunks` chunks make it up.
+
+    Goes out at once: the last chunks may be announced after it.
+    """
 
     peer: WorkerRef
     transfer_id: TransferId
@@ -313,7 +316,10 @@ class PostReceive:
 
 @dataclass(frozen=True, slots=True)
 class WriteChunk:
-    """Scatter a received chunk from its staging buffer into blocks; ends in ChunkWritten, always."""
+    """Scatter a received chunk from its staging buffer into blocks; ends in ChunkWritten, always.
+
+    Performed in emitted order, so a newer try's bytes land last.
+    """
 
     peer: WorkerRef
     transfer_id: TransferId

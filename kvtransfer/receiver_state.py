@@ -1,0 +1,107 @@
+"""What the receiver core knows of expectations, transfers and peers. Pure: no IO. Mutated by `ReceiverCore` alone."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from common.ids import AttemptId, TransferId, WorkerRef
+from kvtransfer.coverage import Coverage
+from kvtransfer.events import Chunk, FinishAnnounced, TransferExpected
+from kvtransfer.receive_window import ReceiveWindow
+
+MAX_REFUSED_PER_PEER = 1024
+
+
+class Standing(StrEnum):
+    """What a transfer named by a peer is to this worker; see the table in `kvtransfer.receiver`."""
+
+    UNWANTED = "unwanted"
+    OPEN = "open"
+    CURRENT = "current"
+
+
+class AttemptState(StrEnum):
+    """Where an attempt's expectation stands."""
+
+    ABSENT = "absent"
+    EXPECTED = "expected"
+    WITHDRAWN = "withdrawn"
+
+
+class PeerState(StrEnum):
+    """Where control stream and link to a peer stand."""
+
+    ABSENT = "absent"
+    READY = "ready"
+    DROPPING = "dropping"
+
+
+@dataclass(slots=True)
+class Transfer:
+    """The transfer that is filling an attempt's blocks."""
+
+    transfer_id: TransferId
+    peer: WorkerRef
+    coverage: Coverage
+    num_announced: int = 0
+    num_written: int = 0
+    num_bytes: int = 0
+    first_announced_s: float = 0.0
+    finish: FinishAnnounced | None = None
+    finished_s: float = 0.0
+
+    def problem(self, chunk: Chunk) -> str | None:
+        """What is wrong with the number of an announced chunk, or None."""
+        if chunk.seq != self.num_announced:
+            return f"expected chunk {self.num_announced}, announced {chunk.seq}"
+        if self.finish is not None and chunk.seq >= self.finish.num_chunks:
+            return f"expected {self.finish.num_chunks} chunks, announced one more"
+        return None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """Room that was granted. `newest_try` is the highest prefill try that ever began; older ones are unwanted."""
+
+    expected: TransferExpected
+    state: AttemptState = AttemptState.EXPECTED
+    current: Transfer | None = None
+    newest_try: int = -1
+    num_writes: int = 0  # emitted WriteChunks that still write the blocks
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        return self.expected.attempt_id
+
+
+@dataclass(slots=True)
+class Peer:
+    """One peer's link."""
+
+    ref: WorkerRef
+    window: ReceiveWindow
+    last_progress_s: float
+    state: PeerState = PeerState.READY
+    refused: OrderedDict[TransferId, None] = field(default_factory=OrderedDict)  # told that we do not want it
+
+    @property
+    def owes_progress(self) -> bool:
+        return self.state is PeerState.READY and self.window.num_posted > 0
+
+    def refuse(self, transfer_id: TransferId) -> bool:
+        """Remember that the peer was told; False when it was told before."""
+        if transfer_id in self.refused:
+            return False
+        self.refused[transfer_id] = None
+        if len(self.refused) > MAX_REFUSED_PER_PEER:
+            self.refused.popitem(last=False)
+        return True
+
+
+@dataclass(slots=True)
+class Write:
+    """An emitted WriteChunk. `peer` is the link that it came by, which may be gone meanwhile."""
+
+    attempt: Attempt
+    peer: Peer
+    num_bytes: int
