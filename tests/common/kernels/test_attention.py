@@ -1,5 +1,6 @@
 """Both attention kernels against the float64 reference, unused slots poisoned throughout."""
 
+import random
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from common.kernels.decode_attention import SPLIT_LEN, decode_attention, decode_attention_reference
 from common.kernels.prefill_attention import prefill_attention, prefill_attention_reference
+from common.model.backend import AttentionBatch
 from tests.common.kernels.cases import ATTENTION_BOUND, AttentionCase, Shape, attention_case
 from tests.common.kernels.pairwise import case_id, pairwise
 
@@ -81,6 +83,17 @@ def test_decode_of_empty_sequence_is_zero() -> None:
     assert (out[1] != 0).all()
 
 
+def test_decode_merges_more_splits_than_one_tile_of_them() -> None:
+    """The largest scores come last, so that what was merged before must be scaled down."""
+    case = attention_case(((18 * SPLIT_LEN + 5, 1),), Shape(head_dim=16, num_kv_heads=1))
+    rising = torch.linspace(0.1, 3.0, 18 * SPLIT_LEN + 5)
+    key = case.kv[0].view(-1, 16)
+    blocks = case.batch.block_tables[0].long()
+    position = torch.arange(len(rising))
+    key[blocks[position // 16] * 16 + position % 16] = rising[:, None] * case.q[0, 0].sign()
+    check(decode_attention, decode_attention_reference, case)
+
+
 def test_decode_of_a_sequence_does_not_depend_on_its_batch() -> None:
     lengths = ((SPLIT_LEN + 44, 1), (7, 1), (3 * SPLIT_LEN, 1))
     case = attention_case(lengths, Shape(dtype=torch.bfloat16))
@@ -90,10 +103,8 @@ def test_decode_of_a_sequence_does_not_depend_on_its_batch() -> None:
         assert torch.equal(alone[0], together[idx])
 
 
-def only(case: AttentionCase, idx: int, seq_len: int) -> Any:
+def only(case: AttentionCase, idx: int, seq_len: int) -> AttentionBatch:
     """The batch of one decode sequence of a case."""
-    from common.model.backend import AttentionBatch
-
     batch = case.batch
     rows = slice(idx, idx + 1)
     return AttentionBatch(
@@ -109,8 +120,6 @@ def only(case: AttentionCase, idx: int, seq_len: int) -> Any:
 
 @pytest.mark.parametrize("kernel", (prefill_attention, decode_attention))
 def test_result_does_not_depend_on_the_order_of_programs(kernel: Any, run_in_order: Any) -> None:
-    import random
-
     case = attention_case(((600, 1), (17, 1), (129, 1)), Shape(group=3))
     natural = kernel(case.q, case.kv, case.batch, case.scale)
     for order in (
