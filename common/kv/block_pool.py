@@ -103,6 +103,9 @@ class BlockPool:
             self._drop_ref(block, source)
             self._add_ref(block, target)
 
+    def num_refs(self, block: int, kind: RefKind) -> int:
+        return self._refs[kind][block]
+
     def ref_count(self, block: int) -> int:
         return self._refs[RefKind.USED][block] + self._refs[RefKind.HELD][block]
 

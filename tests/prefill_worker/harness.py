@@ -1,0 +1,208 @@
+"""A prefill core with a scripted sender and hand-driven steps. Checks every invariant after every event."""
+
+from collections.abc import Sequence
+
+from common.engine.plan import SequenceResult, StepPlan, StepResult
+from common.ids import AttemptId, RequestId, RouterId, TransferId, WorkerRef
+from common.kv.block_pool import BlockPool
+from common.messages import AttemptFailed, Cancel, FirstTokens, Prefill, Refused
+from common.request import SampledToken, SamplingParams, Work
+from kvtransfer.events import (
+    AcknowledgedByPeer,
+    CancelledByPeer,
+    FirstTokensSampled,
+    Outcome,
+    SenderEffect,
+    SenderEvent,
+    TransferCancelRequested,
+    TransferEnded,
+    TransferStarted,
+)
+from prefill_worker.core import PrefillCore, PrefillLimits
+from prefill_worker.events import (
+    LayerComputed,
+    MessageReceived,
+    PrefillEffect,
+    PrefillEvent,
+    RunStep,
+    SendToRouter,
+    StepFinished,
+)
+from tests.simkit.fake_engine import FakeRunner
+
+ROUTER = RouterId("router")
+DECODE = WorkerRef("d0", "1")
+NUM_LAYERS = 4
+
+
+class ScriptedSender:
+    """Ends transfers when told to: Acknowledged and Cancelled by the peer, or a local cancel unless `is_packing`."""
+
+    def __init__(self) -> None:
+        self.events: list[SenderEvent] = []
+        self.active: dict[TransferId, TransferStarted] = {}
+        self.is_packing = False
+        self.ends_at_start = False
+        self.deadline_s: float | None = None
+
+    def handle(self, event: SenderEvent, now_s: float) -> Sequence[SenderEffect]:
+        self.events.append(event)
+        match event:
+            case TransferStarted(transfer_id):
+                assert transfer_id not in self.active
+                self.active[transfer_id] = event
+                return self.end(transfer_id, Outcome.LINK_LOST) if self.ends_at_start else []
+            case TransferCancelRequested(transfer_id):
+                return [] if self.is_packing else self.end(transfer_id, Outcome.CANCELLED)
+            case AcknowledgedByPeer(transfer_id):
+                return self.end(transfer_id, Outcome.DONE)
+            case CancelledByPeer(transfer_id):
+                return self.end(transfer_id, Outcome.CANCELLED)
+        return []
+
+    def end(self, transfer_id: TransferId, outcome: Outcome) -> list[SenderEffect]:
+        if self.active.pop(transfer_id, None) is None:
+            return []
+        return [TransferEnded(transfer_id, outcome, "scripted")]
+
+    def handle_deadline(self, now_s: float) -> Sequence[SenderEffect]:
+        expired = [transfer_id for transfer_id, event in self.active.items() if event.deadline_s <= now_s]
+        return [effect for transfer_id in expired for effect in self.end(transfer_id, Outcome.CANCELLED)]
+
+    def next_deadline_s(self) -> float | None:
+        return min((event.deadline_s for event in self.active.values()), default=None)
+
+    def check_invariants(self) -> None:
+        pass
+
+
+class Bench:
+    """Drives one core. `now_s` is the clock; `sent` is all that routers were told; `plan` the running step."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        budget: int = 64,
+        max_num_seqs: int = 8,
+        max_num_waiting: int = 8,
+    ) -> None:
+        self.now_s = 100.0
+        self.pool = BlockPool(num_blocks, block_size)
+        self.sender = ScriptedSender()
+        limits = PrefillLimits(budget, max_num_seqs, max_num_waiting)
+        self.core = PrefillCore(self.pool, self.sender, limits, {"model": "m"}, NUM_LAYERS)
+        self.runner = FakeRunner(block_size)
+        self.plan: StepPlan | None = None
+        self.effects: list[PrefillEffect] = []
+        self.sent: list[FirstTokens | Refused | AttemptFailed] = []
+
+    def handle(self, event: PrefillEvent) -> list[PrefillEffect]:
+        return self._perform(self.core.handle(event, self.now_s))
+
+    def advance(self, seconds: float) -> list[PrefillEffect]:
+        self.now_s += seconds
+        return self._perform(self.core.handle_deadline(self.now_s))
+
+    def prefill(self, message: Prefill, router_id: RouterId = ROUTER) -> list[PrefillEffect]:
+        return self.handle(MessageReceived(router_id, message))
+
+    def cancel(self, name: str, choices: tuple[int, ...] = ()) -> list[PrefillEffect]:
+        return self.handle(MessageReceived(ROUTER, Cancel(attempt(name), choices)))
+
+    def acknowledge(self, name: str, prefill_try: int = 0) -> list[PrefillEffect]:
+        return self.handle(AcknowledgedByPeer(TransferId(attempt(name), prefill_try)))
+
+    def lose_transfer(self, name: str, prefill_try: int = 0) -> list[PrefillEffect]:
+        return self.handle(CancelledByPeer(TransferId(attempt(name), prefill_try), "gone"))
+
+    def step(self, seconds: float = 0.01) -> list[PrefillEffect]:
+        """Run the running step with its layers, and finish it."""
+        assert self.plan is not None, "no step is running"
+        plan, self.plan = self.plan, None
+        result = self.runner.run(plan)
+        self.now_s += seconds
+        for num_layers in range(1, NUM_LAYERS + 1):
+            self.handle(LayerComputed(plan.step_id, num_layers))
+        return self.handle(StepFinished(result))
+
+    def run_all(self) -> None:
+        while self.plan is not None:
+            self.step()
+
+    def computed(self) -> list[TransferId]:
+        """Transfers of prompts that wait for nothing but the peer."""
+        done = {event.transfer_id for event in self.sender.events if isinstance(event, FirstTokensSampled)}
+        return [transfer_id for transfer_id in self.sender.active if transfer_id in done]
+
+    def messages(self, name: str) -> list[FirstTokens | Refused | AttemptFailed]:
+        return [message for message in self.sent if message.attempt_id == attempt(name)]
+
+    def first_tokens(self, name: str) -> FirstTokens:
+        (message,) = self.messages(name)
+        assert isinstance(message, FirstTokens)
+        return message
+
+    def scheduled(self) -> dict[int, int]:
+        """{sequence id: tokens} of the running step."""
+        return {} if self.plan is None else {s.sequence_id: len(s.token_ids) for s in self.plan.sequences}
+
+    def counts(self) -> tuple[int, int]:
+        stats = self.pool.stats()
+        return stats.used, stats.held
+
+    def _perform(self, effects: list[PrefillEffect]) -> list[PrefillEffect]:
+        self.core.check_invariants()
+        for effect in effects:
+            if isinstance(effect, RunStep):
+                assert self.plan is None, "two steps at once"
+                self.plan = effect.plan
+            elif isinstance(effect, SendToRouter):
+                self.sent.append(effect.message)
+        self.effects += effects
+        return effects
+
+
+def attempt(name: str, number: int = 0) -> AttemptId:
+    return AttemptId(RequestId(name), number)
+
+
+def tokens(num: int, first: int = 0) -> tuple[int, ...]:
+    return tuple(first + i for i in range(num))
+
+
+def prompt(
+    name: str,
+    token_ids: tuple[int, ...],
+    *,
+    prefill_try: int = 0,
+    first_missing_token: int = 0,
+    choices: tuple[int, ...] = (0,),
+    priority: int = 0,
+    deadline_s: float = 60.0,
+    sampling: SamplingParams | None = None,
+    salt: bytes = b"",
+) -> Prefill:
+    work = Work(
+        attempt(name),
+        token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling=sampling or SamplingParams(seed=1, max_tokens=8),
+        choices=choices,
+        priority=priority,
+        cache_salt=salt,
+        deadline_s=deadline_s,
+    )
+    return Prefill(work, prefill_try, DECODE, "d0:1", first_missing_token)
+
+
+def failed_result(plan: StepPlan, nan: set[int], token_id: int = 3) -> StepResult:
+    """A finished step in which the rows of `nan` were not finite."""
+    rows = [
+        SequenceResult(s.sequence_id, error="not finite")
+        if s.sequence_id in nan
+        else SequenceResult(s.sequence_id, tuple(SampledToken(token_id) for _ in s.samples))
+        for s in plan.sequences
+        if s.samples
+    ]
+    return StepResult(plan.step_id, tuple(rows), 0.01)

@@ -1,0 +1,546 @@
+"""The prefill core, claim by claim."""
+
+import itertools
+
+import pytest
+
+from common.engine.plan import StepResult
+from common.errors import InvalidTransition
+from common.ids import RouterId, TransferId
+from common.messages import AttemptFailed, Cancel, FirstTokens, Refused, WorkerState
+from common.request import FinishReason, SamplingParams
+from kvtransfer.events import (
+    FirstTokensSampled,
+    TokensComputed,
+    TransferCancelRequested,
+    TransferStarted,
+)
+from prefill_worker.events import (
+    Drained,
+    DrainRequested,
+    LayerComputed,
+    MessageReceived,
+    PublishBlocks,
+    RouterLost,
+    RunStep,
+    SendToRouter,
+    StepFailed,
+    StepFinished,
+)
+from tests.prefill_worker.harness import NUM_LAYERS, ROUTER, Bench, attempt, failed_result, prompt, tokens
+from tests.simkit.fake_engine import expected_output
+
+
+def test_one_prompt_from_message_to_release() -> None:
+    bench = Bench(budget=64)
+    (run,) = bench.prefill(prompt("a", tokens(100), first_missing_token=32))
+    assert isinstance(run, RunStep)
+    assert run.reports_layers
+    assert (run.plan.num_tokens, run.plan.sequences[0].samples) == (64, ())
+    assert isinstance(bench.sender.events[0], TransferStarted)
+    assert bench.counts() == (7, 0)
+    bench.step()
+    assert bench.messages("a") == []
+    bench.step()
+    first = bench.first_tokens("a")
+    assert [event.token.token_id for event in first.tokens] == expected_output(prompt("a", tokens(100)).work, 0)[:1]
+    assert [(event.position, event.finish_reason) for event in first.tokens] == [(0, None)]
+    assert [chunk.num_tokens for chunk in first.chunks] == [64, 36]
+    assert first.num_cached_tokens == 0
+    assert bench.counts() == (0, 7)
+    bench.acknowledge("a")
+    assert bench.counts() == (0, 0)
+    assert bench.pool.stats().cached == 6
+
+
+def test_timings_of_the_first_tokens_add_up() -> None:
+    bench = Bench(budget=64)
+    bench.prefill(prompt("a", tokens(64)))
+    bench.prefill(prompt("b", tokens(96, first=500)))
+    bench.step(seconds=1.0)
+    bench.step(seconds=2.0)
+    bench.step(seconds=4.0)
+    first = bench.first_tokens("b")
+    assert first.queue_s == pytest.approx(1.0)
+    assert first.prefill_s == pytest.approx(6.0)
+    assert [x for c in first.chunks for x in (c.start_s, c.end_s)] == pytest.approx([1.0, 3.0, 3.0, 7.0])
+
+
+def test_layers_are_reported_to_the_sender_while_the_chunk_computes() -> None:
+    bench = Bench(budget=64)
+    bench.prefill(prompt("a", tokens(100)))
+    bench.step()
+    bench.step()
+    reported = [(e.num_layers, e.token_end) for e in bench.sender.events if isinstance(e, TokensComputed)]
+    assert reported == [(n, 64) for n in range(1, 5)] + [(n, 100) for n in range(1, 5)]
+    assert isinstance(bench.sender.events[-1], FirstTokensSampled)
+
+
+def test_a_step_without_layer_reports_still_counts_all_layers() -> None:
+    bench = Bench(budget=64)
+    bench.prefill(prompt("a", tokens(10)))
+    assert bench.plan is not None
+    bench.handle(StepFinished(bench.runner.run(bench.plan)))
+    reported = [(e.num_layers, e.token_end) for e in bench.sender.events if isinstance(e, TokensComputed)]
+    assert reported == [(NUM_LAYERS, 10)]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 16, 24, 100])
+def test_output_does_not_depend_on_the_chunk_size(budget: int) -> None:
+    bench = Bench(budget=budget)
+    message = prompt("a", tokens(100))
+    bench.prefill(message)
+    bench.run_all()
+    assert bench.first_tokens("a").tokens[0].token.token_id == expected_output(message.work, 0)[0]
+    stored = [h for e in bench.effects if isinstance(e, PublishBlocks) for h in e.stored]
+    assert len(stored) == len(set(stored)) == 100 // 16
+
+
+@pytest.mark.parametrize(("length", "cached"), [(15, 0), (16, 0), (17, 16), (31, 16), (32, 16), (33, 32), (48, 32)])
+def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.prefill(prompt(name, tokens(length)))
+        bench.run_all()
+        bench.acknowledge(name)
+    assert bench.first_tokens("b").num_cached_tokens == cached
+    assert bench.first_tokens("a").tokens == bench.first_tokens("b").tokens
+
+
+def test_cached_tokens_are_shipped_at_once_with_all_layers() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(64)))
+    bench.run_all()
+    bench.acknowledge("a")
+    bench.sender.events.clear()
+    bench.prefill(prompt("b", tokens(80), first_missing_token=16))
+    assert bench.sender.events[1:] == [TokensComputed(TransferId(attempt("b"), 0), NUM_LAYERS, 64)]
+    assert list(bench.scheduled().values()) == [16]
+
+
+def test_cached_tokens_that_the_decode_worker_has_are_not_announced() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(64)))
+    bench.run_all()
+    bench.sender.events.clear()
+    bench.prefill(prompt("b", tokens(80), first_missing_token=64))
+    assert [type(event) for event in bench.sender.events] == [TransferStarted]
+
+
+def test_prefix_of_a_running_request_is_hit() -> None:
+    bench = Bench(budget=32)
+    bench.prefill(prompt("a", tokens(96)))
+    bench.step()
+    bench.prefill(prompt("b", tokens(32) + tokens(4, first=900)))
+    bench.step()
+    bench.run_all()
+    assert bench.first_tokens("b").num_cached_tokens == 32
+    assert (
+        bench.first_tokens("b").tokens[0].token.token_id
+        == expected_output(prompt("b", tokens(32) + tokens(4, first=900)).work, 0)[0]
+    )
+
+
+def test_only_full_blocks_are_hit_and_published() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(20)))
+    bench.run_all()
+    bench.acknowledge("a")
+    bench.prefill(prompt("b", tokens(24)))
+    bench.run_all()
+    assert bench.first_tokens("b").num_cached_tokens == 16
+    published = [effect for effect in bench.effects if isinstance(effect, PublishBlocks)]
+    assert [(len(p.stored), len(p.evicted)) for p in published] == [(1, 0)]
+
+
+def test_evicted_prefix_is_not_hit_and_the_index_is_told() -> None:
+    bench = Bench(num_blocks=8, budget=256)
+    for name, token_ids in (("a", tokens(64)), ("b", tokens(128, first=500)), ("c", tokens(64))):
+        bench.prefill(prompt(name, token_ids))
+        bench.run_all()
+        bench.acknowledge(name)
+    assert bench.first_tokens("c").num_cached_tokens == 0
+    assert bench.first_tokens("c").tokens[0].token == bench.first_tokens("a").tokens[0].token
+    published = [effect for effect in bench.effects if isinstance(effect, PublishBlocks)]
+    assert [(len(p.stored), len(p.evicted)) for p in published] == [(4, 0), (0, 4), (8, 0), (0, 4), (4, 0)]
+
+
+def test_salt_separates_tenants() -> None:
+    bench = Bench()
+    for name, salt in (("a", b"x"), ("b", b"y"), ("c", b"x")):
+        bench.prefill(prompt(name, tokens(64), salt=salt))
+        bench.run_all()
+    assert [bench.first_tokens(name).num_cached_tokens for name in "abc"] == [0, 0, 48]
+
+
+def test_identical_cold_prompts_at_once_all_succeed_and_one_copy_survives() -> None:
+    bench = Bench(num_blocks=40, budget=1024)
+    names = [f"r{i}" for i in range(8)]
+    bench.prefill(prompt("warm", tokens(16, first=700)))
+    for name in names:
+        bench.prefill(prompt(name, tokens(64)))
+    bench.run_all()
+    assert {bench.first_tokens(name).num_cached_tokens for name in names} == {0}
+    assert len({bench.first_tokens(name).tokens[0].token.token_id for name in names}) == 1
+    for name in names[1:]:
+        bench.acknowledge(name)
+    bench.prefill(prompt("big", tokens(16 * 20, first=1000)))  # evicts copies
+    bench.run_all()
+    bench.prefill(prompt("ninth", tokens(64)))
+    bench.run_all()
+    assert bench.first_tokens("ninth").num_cached_tokens == 48
+    for name in (names[0], "warm", "big", "ninth"):
+        bench.acknowledge(name)
+    assert bench.counts() == (0, 0)
+
+
+def test_all_choices_are_sampled_in_one_pass() -> None:
+    bench = Bench()
+    message = prompt("a", tokens(40), choices=(0, 1, 2))
+    bench.prefill(message)
+    bench.run_all()
+    events = bench.first_tokens("a").tokens
+    assert [event.choice_idx for event in events] == [0, 1, 2]
+    assert [event.token.token_id for event in events] == [expected_output(message.work, c)[0] for c in range(3)]
+    assert bench.runner.num_steps == 1
+    sampled = bench.sender.events[-1]
+    assert isinstance(sampled, FirstTokensSampled)
+    assert [token.choice_idx for token in sampled.tokens] == [0, 1, 2]
+
+
+def test_first_token_that_ends_the_choice_says_so() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(10), sampling=SamplingParams(seed=1, max_tokens=1)))
+    bench.run_all()
+    assert bench.first_tokens("a").tokens[0].finish_reason is FinishReason.LENGTH
+
+
+def test_stop_tokens_are_banned_below_min_tokens() -> None:
+    """min_tokens is a property of the request, whichever worker samples: it does not clash with one first token."""
+    sampling = SamplingParams(seed=1, max_tokens=8, min_tokens=5, stop_token_ids=tuple(range(49)))
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(10), sampling=sampling))
+    bench.run_all()
+    event = bench.first_tokens("a").tokens[0]
+    assert (event.token.token_id, event.finish_reason) == (49, None)
+
+
+def test_replay_samples_at_the_next_output_position_with_its_tokens() -> None:
+    """A replay after a decode worker's death: five tokens are out already, the budget is not renewed."""
+    sampling = SamplingParams(seed=3, max_tokens=6, frequency_penalty=0.5)
+    message = prompt("a", tokens(25), sampling=sampling)
+    work = message.work.__class__(attempt("a"), tokens(25), 20, sampling)
+    bench = Bench()
+    bench.prefill(message.__class__(work, 0, message.decode_worker, "x", 0))
+    assert bench.plan is not None
+    (spec,) = bench.plan.sequences[0].samples
+    assert (spec.position, spec.num_prompt_tokens, spec.token_ids) == (5, 20, tokens(25))
+    bench.run_all()
+    event = bench.first_tokens("a").tokens[0]
+    assert (event.position, event.finish_reason) == (5, FinishReason.LENGTH)
+
+
+# ---- refusals ---------------------------------------------------------------------------------------
+
+
+def refusal(bench: Bench, name: str) -> tuple[str, bool]:
+    (message,) = bench.messages(name)
+    assert isinstance(message, Refused)
+    return message.reason, message.is_retryable
+
+
+def test_what_can_never_fit_is_refused_for_good() -> None:
+    bench = Bench(num_blocks=16)
+    bench.prefill(prompt("a", tokens(257)))
+    reason, is_retryable = refusal(bench, "a")
+    assert "257" in reason
+    assert not is_retryable
+    bench.prefill(prompt("b", tokens(256)))
+    bench.run_all()
+    assert isinstance(bench.messages("b")[0], FirstTokens)
+
+
+@pytest.mark.parametrize("first_missing_token", [-1, 10, 11])
+def test_nonsense_of_the_router_is_refused_for_good(first_missing_token: int) -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(10), first_missing_token=first_missing_token))
+    assert not refusal(bench, "a")[1]
+
+
+def test_a_full_queue_refuses_for_now_and_admitted_work_goes_on() -> None:
+    bench = Bench(max_num_seqs=1, max_num_waiting=2)
+    for i in range(4):
+        bench.prefill(prompt(f"r{i}", tokens(10, first=100 * i)))
+    assert refusal(bench, "r3") == ("queue full", True)
+    bench.run_all()
+    assert all(isinstance(bench.messages(f"r{i}")[0], FirstTokens) for i in range(3))
+
+
+def test_draining_refuses_finishes_and_reports_once() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(100)))
+    bench.handle(DrainRequested(10.0))
+    bench.prefill(prompt("b", tokens(10)))
+    assert refusal(bench, "b") == ("draining", True)
+    assert bench.core.stats(bench.now_s).state is WorkerState.DRAINING
+    bench.run_all()
+    assert Drained() not in bench.effects
+    bench.acknowledge("a")
+    assert (
+        bench.effects[-2:] == [SendToRouter(ROUTER, bench.first_tokens("a")), Drained()] or Drained() in bench.effects
+    )
+    bench.advance(100.0)
+    assert bench.effects.count(Drained()) == 1
+
+
+def test_idle_worker_is_drained_at_once() -> None:
+    bench = Bench()
+    assert bench.handle(DrainRequested(10.0)) == [Drained()]
+
+
+def test_what_is_left_at_the_end_of_the_grace_fails_retryable() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(100)))
+    bench.handle(DrainRequested(1.0))
+    assert bench.core.next_deadline_s() == bench.now_s + 1.0
+    effects = bench.advance(1.0)
+    assert effects == [SendToRouter(ROUTER, AttemptFailed(attempt("a"), "draining", True)), Drained()]
+    bench.step()
+    assert bench.counts() == (0, 0)
+
+
+# ---- ends -------------------------------------------------------------------------------------------
+
+
+def test_cancel_while_waiting_leaves_nothing() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.prefill(prompt("a", tokens(10)))
+    bench.prefill(prompt("b", tokens(10, first=50)))
+    assert bench.cancel("b") == []
+    bench.run_all()
+    assert bench.messages("b") == []
+    bench.acknowledge("a")
+    assert bench.counts() == (0, 0)
+
+
+def test_cancel_during_a_step_keeps_blocks_until_it_ends() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(100)))
+    bench.cancel("a")
+    assert bench.counts() == (7, 0)
+    assert isinstance(bench.sender.events[-1], TransferCancelRequested)
+    bench.step()
+    assert bench.counts() == (0, 0)
+    assert bench.messages("a") == []
+
+
+def test_cancel_keeps_blocks_until_the_transfer_ends() -> None:
+    bench = Bench()
+    bench.sender.is_packing = True
+    bench.prefill(prompt("a", tokens(100)))
+    bench.cancel("a")
+    bench.step()
+    assert bench.counts() == (0, 7)
+    bench.lose_transfer("a")
+    assert bench.counts() == (0, 0)
+
+
+def test_cancel_of_some_choices_goes_on_until_all_are_cancelled() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(100), choices=(0, 1)))
+    bench.cancel("a", (1,))
+    assert bench.counts() == (7, 0)
+    assert len(bench.sender.active) == 1
+    bench.cancel("a", (0,))
+    assert len(bench.sender.active) == 0
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["cancel", "sent", "sent again", "deadline"])))
+def test_late_signals_in_every_order_free_each_block_once(order: tuple[str, ...]) -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(64)))
+    bench.run_all()
+    for signal in order:
+        match signal:
+            case "cancel":
+                bench.cancel("a")
+            case "deadline":
+                bench.advance(60.0)
+            case _:
+                bench.acknowledge("a")
+    assert bench.counts() == (0, 0)
+    assert len(bench.messages("a")) == 1
+    assert bench.core.next_deadline_s() is None
+
+
+def test_deadline_fails_the_request_for_good() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(100), deadline_s=5.0))
+    assert bench.core.next_deadline_s() == bench.now_s + 5.0
+    bench.advance(5.0)
+    assert bench.messages("a") == [AttemptFailed(attempt("a"), "deadline", False)]
+    bench.step()
+    assert bench.counts() == (0, 0)
+    assert bench.plan is None
+
+
+def test_deadline_after_the_first_tokens_says_nothing_more() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(10), deadline_s=5.0))
+    bench.step()
+    bench.advance(5.0)
+    assert len(bench.messages("a")) == 1
+    assert bench.counts() == (0, 0)
+
+
+def test_lost_router_cancels_all_of_its_requests_and_no_others() -> None:
+    bench = Bench(budget=32)
+    bench.prefill(prompt("a", tokens(100)))
+    bench.prefill(prompt("b", tokens(100, first=500)), RouterId("other"))
+    bench.prefill(prompt("c", tokens(20)))
+    bench.handle(RouterLost(ROUTER))
+    bench.run_all()
+    assert bench.messages("a") == bench.messages("c") == []
+    assert isinstance(bench.messages("b")[0], FirstTokens)
+
+
+def test_transfer_that_fails_while_computing_aborts_the_computation() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(200)))
+    bench.lose_transfer("a")
+    assert bench.messages("a") == [AttemptFailed(attempt("a"), "transfer: cancelled scripted", True)]
+    bench.step()
+    assert bench.plan is None
+    assert bench.counts() == (0, 0)
+
+
+def test_transfer_that_fails_at_its_start_is_an_ordinary_failure() -> None:
+    bench = Bench()
+    bench.sender.ends_at_start = True
+    bench.prefill(prompt("a", tokens(20)))
+    assert bench.messages("a") == [AttemptFailed(attempt("a"), "transfer: link_lost scripted", True)]
+    bench.run_all()
+    assert bench.counts() == (0, 0)
+
+
+def test_transfer_that_fails_after_the_first_tokens_is_the_decode_sides_news() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(20)))
+    bench.run_all()
+    assert bench.lose_transfer("a") == []
+    assert bench.counts() == (0, 0)
+
+
+def test_row_that_is_not_finite_fails_alone_and_is_never_hit_again() -> None:
+    bench = Bench(budget=256)
+    bench.prefill(prompt("warm", tokens(64, first=800)))
+    bench.run_all()
+    bench.prefill(prompt("a", tokens(64)))
+    bench.prefill(prompt("b", tokens(64, first=500)))
+    assert bench.plan is not None
+    bench.runner.nan_sequences = {2}
+    bench.run_all()
+    assert bench.messages("a") == [AttemptFailed(attempt("a"), "logits are not finite", False)]
+    assert isinstance(bench.messages("b")[0], FirstTokens)
+    bench.runner.nan_sequences = set()
+    bench.prefill(prompt("c", tokens(64)))
+    bench.run_all()
+    assert bench.first_tokens("c").num_cached_tokens == 0
+
+
+def test_failed_step_fails_its_requests_and_the_worker_goes_on() -> None:
+    bench = Bench(max_num_seqs=2)
+    for name, first in (("a", 0), ("b", 200), ("c", 400)):
+        bench.prefill(prompt(name, tokens(30, first=first)))
+    bench.step()
+    assert bench.plan is not None
+    plan, bench.plan = bench.plan, None
+    bench.handle(StepFailed(plan.step_id, "OutOfMemoryError"))
+    assert bench.messages("b") == [AttemptFailed(attempt("b"), "step failed: OutOfMemoryError", True)]
+    bench.run_all()
+    bench.prefill(prompt("b2", tokens(30, first=200)))
+    bench.run_all()
+    assert bench.first_tokens("b2").num_cached_tokens == 0
+
+
+def test_newer_try_replaces_the_old_one() -> None:
+    bench = Bench()
+    bench.sender.is_packing = True
+    bench.prefill(prompt("a", tokens(100), prefill_try=0))
+    bench.prefill(prompt("a", tokens(100), prefill_try=1))
+    bench.run_all()
+    (first,) = bench.messages("a")
+    assert isinstance(first, FirstTokens)
+    assert first.prefill_try == 1
+    bench.lose_transfer("a", 0)
+    bench.acknowledge("a", 1)
+    assert bench.counts() == (0, 0)
+
+
+def test_old_or_equal_try_is_ignored() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(100), prefill_try=1))
+    assert bench.prefill(prompt("a", tokens(100), prefill_try=1)) == []
+    assert bench.prefill(prompt("a", tokens(100), prefill_try=0)) == []
+    bench.run_all()
+    assert bench.first_tokens("a").prefill_try == 1
+
+
+def test_same_try_again_while_it_is_ending_is_refused_for_now() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(100)))
+    bench.cancel("a")
+    bench.prefill(prompt("a", tokens(100)))
+    assert refusal(bench, "a")[1]
+    bench.run_all()
+    assert bench.counts() == (0, 0)
+
+
+def test_local_events_out_of_place_raise_with_the_history() -> None:
+    bench = Bench()
+    for event in (StepFinished(StepResult(1, (), 0.1)), StepFailed(1, "x"), LayerComputed(1, 1)):
+        with pytest.raises(InvalidTransition, match="history"):
+            bench.core.handle(event, bench.now_s)
+    bench.prefill(prompt("a", tokens(100)))
+    with pytest.raises(InvalidTransition, match="MessageReceived"):
+        bench.core.handle(LayerComputed(7, 1), bench.now_s)
+
+
+def test_cancel_of_something_unknown_is_ignored() -> None:
+    bench = Bench()
+    assert bench.handle(MessageReceived(ROUTER, Cancel(attempt("nobody")))) == []
+
+
+def test_stats_count_what_there_is() -> None:
+    bench = Bench(budget=64, max_num_seqs=1)
+    bench.prefill(prompt("a", tokens(64)))
+    bench.prefill(prompt("b", tokens(64) + tokens(100, first=300)))
+    bench.step(seconds=0.1)
+    stats = bench.core.stats(bench.now_s)
+    assert (stats.num_running, stats.num_waiting, stats.num_held_attempts) == (1, 0, 1)
+    assert stats.num_waiting_uncached_tokens == 100 - 64
+    assert (stats.kv_blocks_used, stats.kv_blocks_held) == (11, 0)
+    assert stats.prefill_tokens_per_s == pytest.approx(1000.0)
+    bench.run_all()
+    assert bench.core.stats(bench.now_s).num_waiting_uncached_tokens == 0
+
+
+def test_no_block_leaks_over_requests_of_every_length() -> None:
+    bench = Bench(num_blocks=20, budget=48)
+    for i in range(500):
+        bench.prefill(prompt(f"r{i}", tokens(i % 130 + 1)))
+        bench.run_all()
+        bench.acknowledge(f"r{i}")
+        if i % 25 == 0:
+            stats = bench.pool.stats()
+            assert stats.cached + stats.free == stats.total
+
+
+def test_result_row_of_a_request_cancelled_during_the_step_is_dropped() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(10)))
+    assert bench.plan is not None
+    plan, bench.plan = bench.plan, None
+    bench.cancel("a")
+    assert bench.handle(StepFinished(failed_result(plan, set()))) == []
+    assert bench.counts() == (0, 0)

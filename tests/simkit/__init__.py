@@ -1,0 +1,1 @@
+"""Pieces for deterministic simulations: fakes that compute nothing and check everything."""
