@@ -42,6 +42,11 @@ class KVCache:
     def bytes_per_token(self) -> int:
         return self.shape.bytes_per_token
 
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the whole cache holds."""
+        return self.num_blocks * self.block_size
+
     def layer(self, layer_idx: int) -> torch.Tensor:
         """[2, num_blocks, block_size, num_kv_heads, head_dim] view."""
         return self.layers[layer_idx]

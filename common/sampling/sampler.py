@@ -1,0 +1,89 @@
+"""`sample`: one token per row of logits.
+
+Rows are independent: what a row draws depends on its logits and its spec only, not on its place or its company.
+A row that is not finite is an error of that row alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from common.engine.plan import SampleSpec
+from common.request import SampledToken
+from common.sampling.adjust import adjust, needs_adjustment
+from common.sampling.filters import apply_filters
+from common.sampling.logprobs import logprobs_of
+from common.sampling.noise import gumbel
+
+GREEDY_BELOW = 1e-5  # temperatures that would only amplify rounding
+
+
+@dataclass(frozen=True, slots=True)
+class SampleError:
+    """Why a row has no token."""
+
+    reason: str
+
+
+def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[SampledToken | SampleError]:
+    """Draw one token per row of `logits` [len(specs), vocab_size] float32, which is left unchanged.
+
+    Logprobs are of the raw logits: before penalties, bias, temperature and filters, as OpenAI and vLLM report them.
+    """
+    assert logits.shape[0] == len(specs), f"{logits.shape[0]} rows for {len(specs)} specs"
+    if not specs:
+        return []
+    # amax is NaN where any logit is: one pass finds NaN, +inf and rows that are -inf throughout.
+    is_finite = logits.amax(dim=-1).isfinite()
+    picking = _adjusted(logits, specs)
+    token_ids = _pick(picking, specs)
+    chosen_logits = picking.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    may_draw = chosen_logits.isfinite().tolist()
+    logprobs = logprobs_of(logits, token_ids, specs)
+    return [
+        SampledToken(token_id, *logprobs.get(row, ())) if finite and allowed else _error(is_finite=finite)
+        for row, (token_id, finite, allowed) in enumerate(
+            zip(token_ids.tolist(), is_finite.tolist(), may_draw, strict=True)
+        )
+    ]
+
+
+def is_greedy(spec: SampleSpec) -> bool:
+    return spec.params.temperature < GREEDY_BELOW
+
+
+def _error(*, is_finite: bool) -> SampleError:
+    return SampleError("no token may be drawn" if is_finite else "logits are not finite")
+
+
+def _adjusted(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    rows = [row for row, spec in enumerate(specs) if needs_adjustment(spec)]
+    if not rows:
+        return logits
+    logits = logits.clone()
+    for row in rows:
+        logits[row] = adjust(logits[row], specs[row])
+    return logits
+
+
+def _pick(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    """[num_rows] int64: argmax for greedy rows, Gumbel-max for the others."""
+    drawn_rows = [row for row, spec in enumerate(specs) if not is_greedy(spec)]
+    if not drawn_rows:
+        return logits.argmax(dim=-1)
+    token_ids = torch.empty(len(specs), dtype=torch.int64, device=logits.device)
+    greedy_rows = [row for row, spec in enumerate(specs) if is_greedy(spec)]
+    if greedy_rows:
+        token_ids[greedy_rows] = logits[greedy_rows].argmax(dim=-1)
+    vocab = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    for row in drawn_rows:
+        token_ids[row] = _draw(logits[row], specs[row], vocab)
+    return token_ids
+
+
+def _draw(logits: torch.Tensor, spec: SampleSpec, vocab: torch.Tensor) -> torch.Tensor:
+    """Gumbel-max: argmax(logits / temperature + noise) is a draw from the softmax. Row by row: it stays in cache."""
+    params = spec.params
+    scaled = apply_filters(logits / params.temperature, params)
+    return scaled.add_(gumbel(params.seed, spec.choice_idx, spec.position, vocab)).argmax()

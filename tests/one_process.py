@@ -1,0 +1,77 @@
+"""The oracle for disaggregated output: one process, one sequence at a time, no blocks, no batch, no handoff.
+
+Forward passes are `tests.reference_model`'s; only the sampler is shared with the product.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from common.checkpoint import open_checkpoint
+from common.engine.plan import SampleSpec
+from common.model.weights import load_tensors
+from common.request import SampledToken, SamplingParams
+from common.sampling import sample
+from tests.reference_model import ReferenceModel
+
+
+def generate(
+    model_path: Path | str,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    choices: Sequence[int] = (0,),
+    dtype: str = "float32",
+) -> list[list[int]]:
+    """The output token ids of each choice, ending as `params` say. `dtype` is that of the stored weights."""
+    tokens = generate_tokens(model_path, token_ids, params, choices, dtype)
+    return [[token.token_id for token in choice] for choice in tokens]
+
+
+def generate_tokens(
+    model_path: Path | str,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    choices: Sequence[int] = (0,),
+    dtype: str = "float32",
+) -> list[list[SampledToken]]:
+    """The same with logprobs."""
+    model = _load(str(model_path), dtype)
+    return [_generate_choice(model, tuple(token_ids), params, choice_idx) for choice_idx in choices]
+
+
+def _generate_choice(
+    model: ReferenceModel, prompt: tuple[int, ...], params: SamplingParams, choice_idx: int
+) -> list[SampledToken]:
+    past = model.new_past()
+    output: list[SampledToken] = []
+    new_tokens = list(prompt)
+    while True:
+        logits = model.forward(new_tokens, past)[-1:]
+        token_ids = prompt + tuple(token.token_id for token in output)
+        banned = params.stop_token_ids if len(output) < params.min_tokens else ()
+        spec = SampleSpec(choice_idx, len(output), params, len(prompt), token_ids, banned)
+        (token,) = sample(logits, [spec])
+        assert isinstance(token, SampledToken), token
+        output.append(token)
+        if params.finish_reason(token.token_id, len(output)) is not None:
+            return output
+        new_tokens = [token.token_id]
+
+
+@lru_cache(maxsize=4)
+def _load(model_path: str, dtype: str) -> ReferenceModel:
+    checkpoint = open_checkpoint(model_path)
+    spec = checkpoint.config
+    config = {
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_theta": spec.rope_theta,
+        "tie_word_embeddings": spec.tie_embeddings,
+    }
+    assert spec.rope_scaling is None, "the oracle has no use for scaled RoPE yet"
+    return ReferenceModel(config, dict(load_tensors(checkpoint, getattr(torch, dtype))))

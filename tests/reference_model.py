@@ -1,0 +1,111 @@
+"""The model once more, as the papers write it: one sequence, dense KV, float32, no blocks, nothing shared with `common.model`.
+
+The truth for forward passes and, through `tests.one_process`, for every disaggregated answer.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+class ReferenceModel:
+    """Reads a Hugging Face config and tensors by name. `past` in `forward` holds (k, v) per layer and grows."""
+
+    def __init__(self, config: dict[str, Any], tensors: Tensors) -> None:
+        self.config = config
+        self.tensors = {name: tensor.float() for name, tensor in tensors.items()}
+        self.num_heads: int = config["num_attention_heads"]
+        self.num_kv_heads: int = config["num_key_value_heads"]
+        self.head_dim: int = config["head_dim"]
+
+    def new_past(self) -> list[Tensors]:
+        return [{} for _ in range(self.config["num_hidden_layers"])]
+
+    @torch.inference_mode()
+    def forward(self, token_ids: list[int], past: list[Tensors]) -> torch.Tensor:
+        """Logits of every given token, [num_tokens, vocab_size]."""
+        start = past[0]["k"].shape[1] if past[0] else 0
+        x = self.tensors["model.embed_tokens.weight"][torch.tensor(token_ids)]
+        for layer_idx, layer_past in enumerate(past):
+            prefix = f"model.layers.{layer_idx}"
+            x = x + self._attention(self._norm(x, f"{prefix}.input_layernorm"), prefix, layer_past, start)
+            x = x + self._mlp(self._norm(x, f"{prefix}.post_attention_layernorm"), prefix)
+        head = "model.embed_tokens" if self.config.get("tie_word_embeddings") else "lm_head"
+        return self._norm(x, "model.norm") @ self.tensors[f"{head}.weight"].T
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = (x * x).mean(-1, keepdim=True).add(self.config["rms_norm_eps"]).rsqrt()
+        return x * scale * self.tensors[f"{name}.weight"]
+
+    def _project(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        y = x @ self.tensors[f"{name}.weight"].T
+        return y + self.tensors[f"{name}.bias"] if f"{name}.bias" in self.tensors else y
+
+    def _attention(self, x: torch.Tensor, prefix: str, past: Tensors, start: int) -> torch.Tensor:
+        q, k, v = (
+            self._project(x, f"{prefix}.self_attn.{n}_proj").view(len(x), -1, self.head_dim).transpose(0, 1)
+            for n in "qkv"
+        )  # [heads, num_tokens, head_dim]
+        if f"{prefix}.self_attn.q_norm.weight" in self.tensors:
+            q, k = self._norm(q, f"{prefix}.self_attn.q_norm"), self._norm(k, f"{prefix}.self_attn.k_norm")
+        q, k = self._rope(q, start), self._rope(k, start)
+        if past:
+            k, v = torch.cat((past["k"], k), dim=1), torch.cat((past["v"], v), dim=1)
+        past["k"], past["v"] = k, v
+        group = self.num_heads // self.num_kv_heads
+        outputs = [_attend(q[head], k[head // group], v[head // group], start) for head in range(self.num_heads)]
+        return self._project(torch.cat(outputs, dim=-1), f"{prefix}.self_attn.o_proj")
+
+    def _mlp(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
+        gate = self._project(x, f"{prefix}.mlp.gate_proj")
+        return self._project(
+            gate * gate.sigmoid() * self._project(x, f"{prefix}.mlp.up_proj"), f"{prefix}.mlp.down_proj"
+        )
+
+    def _rope(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """Every pair (i, i + head_dim / 2) as a complex number, turned by position * frequency."""
+        half = self.head_dim // 2
+        turned = torch.polar(
+            torch.ones(x.shape[1], half),
+            torch.outer(torch.arange(start, start + x.shape[1]).float(), self._frequencies()),
+        )
+        pairs = torch.complex(x[..., :half], x[..., half:]) * turned
+        return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+    def _frequencies(self) -> torch.Tensor:
+        theta = self.config["rope_theta"]
+        plain = [theta ** (-2 * i / self.head_dim) for i in range(self.head_dim // 2)]
+        scaling = self.config.get("rope_scaling")
+        return torch.tensor([_llama3_frequency(f, scaling) for f in plain] if scaling else plain)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+    scores = q @ k.T / math.sqrt(q.shape[-1])
+    for row in range(len(q)):
+        scores[row, start + row + 1 :] = -math.inf
+    return scores.softmax(-1) @ v
+
+
+def _llama3_frequency(frequency: float, scaling: dict[str, Any]) -> float:
+    """As in Meta's llama-models: three cases by wavelength."""
+    wavelength = 2 * math.pi / frequency
+    original = scaling["original_max_position_embeddings"]
+    low_factor, high_factor = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if wavelength < original / high_factor:
+        return frequency
+    if wavelength > original / low_factor:
+        return float(frequency / scaling["factor"])
+    smooth = (original / wavelength - low_factor) / (high_factor - low_factor)
+    return float((1 - smooth) * frequency / scaling["factor"] + smooth * frequency)
+
+
+def load_reference(path: Path) -> ReferenceModel:
+    """A reference model from a Hugging Face directory with one weight file."""
+    from safetensors.torch import load_file
+
+    return ReferenceModel(json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors"))
