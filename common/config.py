@@ -63,12 +63,17 @@ class RouterConfig(BaseModel):
     host: str = "127.0.0.1"
     http_port: int = Field(8000, ge=0, le=65535)
     grpc_port: int = Field(50051, ge=0, le=65535)
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="/metrics on a port of its own; None = on the HTTP port only"
+    )
     redis_url: str = ""
     namespace: str = "pdserve"
     local_prefill_max_tokens: int = Field(0, ge=0, description="uncached tokens a decode worker prefills itself")
     max_num_queued: int = Field(256, ge=0, description="requests without a grant before new ones are refused")
     default_deadline_s: float = Field(600.0, gt=0)
     max_retries: int = Field(3, ge=0, description="replacements of a lost worker per request")
+    worker_silence_s: float = Field(4.0, gt=0, description="a worker that says nothing for so long is lost")
+    pair_grace_s: float = Field(3.0, ge=0, description="how long requests wait when the last fitting worker is gone")
     max_body_bytes: int = Field(1 << 20, ge=1)
     sse_keep_alive_s: float = Field(15.0, gt=0)
     keep_requests: int = Field(1000, ge=0, description="finished requests kept for /admin/v1/requests")
