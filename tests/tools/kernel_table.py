@@ -1,0 +1,148 @@
+"""Table of all kernels compiled ahead of time: registers, shared memory, spills, load widths, matrix instructions.
+
+`python -m tests.tools.kernel_table [--target sm_90] [--case prefill]`: exit code 1 if a kernel spills, loads its data
+narrowly, or has no matrix instruction where a dot is. Needs no GPU. The interpreter must be off.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from common.kernels.chunk import pack_chunk, unpack_chunk
+from common.kernels.decode_attention import decode_attention
+from common.kernels.norm import add_rms_norm
+from common.kernels.prefill_attention import prefill_attention
+from common.kernels.rope_write import rope_and_write
+from common.kernels.silu_mul import silu_mul
+from tests.common.kernels.cases import Shape, attention_case
+from tests.tools.kernel_compile import TARGETS, Facts, compile_launches
+
+# Bytes of shared memory that one program may have.
+SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+# Matrix instruction of a tile of 64 rows and more, and of the few rows of a decode step: wgmma and tcgen05 have no
+# shape below 64 rows, and decode waits for memory, not for products.
+WIDE_MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+NARROW_MATRIX = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync", "gfx942": "v_mfma"}
+# Float32 is multiplied exactly, not as tf32: no matrix instruction of NVIDIA does that.
+EXACT_MATRIX = {"sm_80": "", "sm_90": "", "sm_100": "", "gfx942": "v_mfma"}
+NO_MATRIX = dict.fromkeys(TARGETS, "")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One launch to compile, and the matrix instruction that its dot must become."""
+
+    name: str
+    run: Callable[[], Any]
+    matrix: dict[str, str]
+
+
+def cases() -> list[Case]:
+    return [*_attention_cases(), *_other_cases()]
+
+
+def _attention_cases() -> Iterator[Case]:
+    variants: list[tuple[str, int, str, dict[str, Any]]] = [
+        *((f"{dtype} d{dim}", dim, dtype, {}) for dtype in ("bf16", "fp32") for dim in (64, 80, 96, 128, 256)),
+        ("fp16 d128", 128, "fp16", {}),
+        ("bf16 d128 window", 128, "bf16", {"window": 4096}),
+        ("bf16 d256 window cap", 256, "bf16", {"window": 4096, "soft_cap": 50.0}),
+    ]
+    for label, head_dim, dtype, options in variants:
+        shape = Shape(head_dim=head_dim, num_kv_heads=8, group=4, dtype=DTYPES[dtype])
+        for kernel, name, lengths, matrix in (
+            (prefill_attention, "prefill", ((600, 600),), WIDE_MATRIX),
+            (prefill_attention, "prefill short", ((600, 16),), WIDE_MATRIX),
+            (decode_attention, "decode", ((600, 1),), NARROW_MATRIX),
+        ):
+            wanted = EXACT_MATRIX if dtype == "fp32" else matrix
+            yield Case(f"{name} {label}", partial(_attend, kernel, lengths, shape, options), wanted)
+
+
+def _attend(kernel: Any, lengths: Any, shape: Shape, options: dict[str, Any]) -> None:
+    case = attention_case(lengths, shape)
+    kernel(case.q, case.kv, case.batch, case.scale, **options)
+
+
+def _other_cases() -> Iterator[Case]:
+    for dtype in ("bf16", "fp32"):
+        for head_dim in (64, 128):
+            shape = Shape(head_dim=head_dim, num_kv_heads=8, group=4, dtype=DTYPES[dtype])
+            yield Case(f"rope_and_write {dtype} d{head_dim}", partial(_rope, shape), NO_MATRIX)
+        for name, copy in (("pack", pack_chunk), ("unpack", unpack_chunk)):
+            yield Case(f"{name} {dtype}", partial(_copy, copy, DTYPES[dtype]), NO_MATRIX)
+        for hidden in (576, 4096, 8192):
+            x = torch.ones(4, hidden, dtype=DTYPES[dtype])
+            yield Case(f"add_rms_norm {dtype} {hidden}", partial(add_rms_norm, x, x, x[0], 1e-5), NO_MATRIX)
+        x = torch.ones(4, 11008, dtype=DTYPES[dtype])
+        yield Case(f"silu_mul {dtype}", partial(silu_mul, x, x), NO_MATRIX)
+
+
+def _rope(shape: Shape) -> None:
+    case = attention_case(((64, 64),), shape)
+    k = case.q[:, : shape.num_kv_heads].contiguous()
+    angles = torch.ones(64, shape.head_dim)
+    rope_and_write(case.q.contiguous(), k, k, angles, case.batch.positions, case.kv, case.batch.slot_mapping)
+
+
+def _copy(copy: Any, dtype: torch.dtype) -> None:
+    cache = torch.zeros(4, 2, 8, 16, 8, 128, dtype=dtype)
+    payload = torch.zeros(2, 2, 100, 8, 128, dtype=dtype)
+    copy(cache, torch.arange(100), range(1, 3), payload)
+
+
+def faults(facts: Facts, matrix: dict[str, str]) -> list[str]:
+    """What is wrong with one compiled kernel. Merging splits has no dot."""
+    wanted = "" if facts.kernel == "merge_splits_kernel" else matrix[facts.target]
+    found = []
+    if facts.spilled:
+        found.append(f"spills {facts.spilled}")
+    if facts.load_bytes[-1] < 16:
+        found.append(f"widest load is {facts.load_bytes[-1]} bytes")
+    if facts.load_bytes[0] < 4:
+        found.append(f"loads {facts.load_bytes[0]} bytes at a time")
+    if wanted not in facts.matrix or (wanted and not facts.matrix):
+        found.append(f"no {wanted}")
+    if facts.shared_bytes > SHARED_LIMIT[facts.target]:
+        found.append(f"needs {facts.shared_bytes} bytes of shared memory")
+    return found
+
+
+def table(targets: list[str], chosen: list[Case]) -> Iterator[tuple[Case, Facts, list[str]]]:
+    for case in chosen:
+        for target in targets:
+            for facts in compile_launches(target, case.run):
+                yield case, facts, faults(facts, case.matrix)
+
+
+def _line(*columns: object) -> str:
+    return "{:30} {:26} {:7} {:>4} {:>7} {:>6} {:>12}  {:16} {}".format(*columns)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
+    parser.add_argument("--case", default="", help="only cases whose name contains this")
+    options = parser.parse_args()
+    chosen = [case for case in cases() if options.case in case.name]
+    print(_line("case", "kernel", "target", "regs", "shared", "spill", "load bytes", "matrix", ""))
+    num_faults = num_kernels = 0
+    for case, facts, found in table(options.target or list(TARGETS), chosen):
+        widths = "/".join(map(str, facts.load_bytes))
+        row = (facts.kernel, facts.target, facts.registers, facts.shared_bytes, facts.spilled, widths, facts.matrix)
+        print(_line(case.name, *row, "; ".join(found)), flush=True)
+        num_kernels += 1
+        num_faults += bool(found)
+    print(f"{num_kernels} kernels compiled, {num_faults} with faults")
+    return 1 if num_faults or not num_kernels else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
