@@ -1,0 +1,77 @@
+"""config.json to ModelSpec."""
+
+from typing import Any
+
+import pytest
+
+from common.checkpoint import CheckpointError, RopeScaling
+from common.checkpoint.hf_config import parse_config
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_absent_fields_take_hugging_faces_defaults() -> None:
+    spec = parse_config(CONFIG)
+    assert (spec.num_kv_heads, spec.head_dim) == (6, 8)
+    assert (spec.rope_theta, spec.rope_scaling, spec.rms_norm_eps) == (10000.0, None, 1e-6)
+    assert not spec.tie_embeddings
+
+
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+def test_llama3_scaling_is_read_from_old_and_new_configs(where: str) -> None:
+    spec = parse_config(CONFIG | {where: LLAMA3 | {"rope_theta": 500000.0}, "rope_theta": 500000.0})
+    assert spec.rope_theta == 500000.0
+    assert spec.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+def test_plain_rope_parameters_carry_theta() -> None:
+    spec = parse_config(CONFIG | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
+    assert (spec.rope_theta, spec.rope_scaling) == (1e6, None)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "has_bias", "has_norm"),
+    [("LlamaForCausalLM", False, False), ("Qwen2ForCausalLM", True, False), ("Qwen3ForCausalLM", False, True)],
+)
+def test_architectures_differ_in_bias_and_head_norm(architecture: str, has_bias: bool, has_norm: bool) -> None:
+    spec = parse_config(CONFIG | {"architectures": [architecture]})
+    assert (spec.attention_bias, spec.qk_norm) == (has_bias, has_norm)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architectures": ["MambaForCausalLM"]},
+        {"architectures": None},
+        {"quantization_config": {"bits": 4}},
+        {"use_sliding_window": True},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"hidden_act": "gelu"},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"num_hidden_layers": "3"},
+        {"vocab_size": None},
+        {"num_key_value_heads": 4},
+        {"head_dim": 7},
+    ],
+    ids=str,
+)
+def test_what_the_forward_pass_does_not_do_is_refused_by_name(change: dict[str, Any]) -> None:
+    name = {"architectures": "architecture", "rope_scaling": "rope type", "num_key_value_heads": "KV heads"}
+    with pytest.raises(CheckpointError, match=name.get(next(iter(change)), next(iter(change)))):
+        parse_config(CONFIG | change)

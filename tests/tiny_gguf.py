@@ -1,0 +1,98 @@
+"""Writes the tiny model of `tests.tiny_model` as a GGUF file, the way llama.cpp's converter would."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def write_tiny_gguf(source: Path, target: Path, quant: gguf.GGMLQuantizationType | None = None, **fields: Any) -> Path:
+    """Convert a directory of `write_tiny_model`. `fields` are extra metadata (str or bool), dots written as `__`."""
+    config = json.loads((source / "config.json").read_text())
+    writer = gguf.GGUFWriter(target, config["model_type"])
+    _add_shape(writer, config)
+    _add_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
+    writer.add_chat_template((source / "chat_template.jinja").read_text())
+    for name, value in fields.items():
+        key = name.replace("__", ".")
+        writer.add_bool(key, value) if isinstance(value, bool) else writer.add_string(key, value)
+    for name, tensor in load_file(source / "model.safetensors").items():
+        _add_tensor(writer, name, tensor, config, quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None:
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    vocab = sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([token for token, _ in vocab])
+    writer.add_token_types([3 if token_id in special else 1 for _, token_id in vocab])
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+
+
+def _add_tensor(
+    writer: gguf.GGUFWriter,
+    name: str,
+    tensor: np.ndarray,
+    config: dict[str, Any],
+    quant: gguf.GGMLQuantizationType | None,
+) -> None:
+    stem, kind = name.rsplit(".", 1)
+    num_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    if config["model_type"] == "llama" and stem.split(".")[-1] in num_heads:
+        tensor = _permute(tensor, num_heads[stem.split(".")[-1]])
+    if stem.startswith("model.layers."):
+        _, _, layer, part = stem.split(".", 3)
+        gguf_name = f"blk.{layer}.{LAYER_NAMES[part]}.{kind}"
+    else:
+        gguf_name = f"{TOP_NAMES[stem]}.{kind}"
+    if quant is None or tensor.ndim < 2:
+        writer.add_tensor(gguf_name, tensor)
+    else:
+        writer.add_tensor(gguf_name, gguf.quants.quantize(tensor, quant), raw_dtype=quant)
+
+
+def _permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """As `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py."""
+    return (
+        weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weight.shape)
+    )
