@@ -1,0 +1,43 @@
+"""A link over gloo: TCP between CPUs. Built directly, without init_process_group: workers come and go.
+
+Facts it is built on (torch 2.13): a send completes when the peer posts the matching receive; SIGKILL of the peer
+wakes both directions; an operation that times out closes the pair for both sides, so the group's timeout is the
+backstop that frees a stuck pair, not a deadline; a build blocks until both ends are there. Several operations are
+in flight: blocking sends of 384 KiB one at a time reach less than half of the bandwidth.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from kvtransfer.links.process_group import ProcessGroup, ProcessGroupLink
+from kvtransfer.links.waiter import Pending
+
+RECEIVER_RANK, SENDER_RANK = 0, 1
+_TAG = 0  # NCCL ignores tags: order alone decides
+
+
+def build_gloo_link(store: c10d.Store, rank: int, host: str, timeout_s: float, name: str) -> ProcessGroupLink:
+    """Blocks until the peer builds its end, at most `timeout_s`; raises RuntimeError when it does not.
+
+    `host` is the address of this end: gloo listens there and nowhere else.
+    """
+    gloo: Any = c10d.ProcessGroupGloo  # its stub lacks the options that name the address
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
+    options._threads = 1
+    group = gloo(store, rank, 2, options)
+    peer_rank = 1 - rank
+
+    def post_send(group: ProcessGroup, buffer: torch.Tensor) -> Pending:
+        work: Pending = group.send([buffer], peer_rank, _TAG)
+        return work
+
+    def post_receive(group: ProcessGroup, buffer: torch.Tensor) -> Pending:
+        work: Pending = group.recv([buffer], peer_rank, _TAG)
+        return work
+
+    return ProcessGroupLink(group, post_send, post_receive, name)

@@ -1,0 +1,194 @@
+"""The decode worker's session with one prefill worker: its control stream and link, from its hello to PeerLost.
+
+Torn down, and PeerLost posted, at once in the event loop's thread; a receive that ends later is dropped there.
+"""
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, assert_never
+
+import torch
+
+from common.ids import TransferId, WorkerRef
+from common.pb import handoff_pb2 as pb
+from common.telemetry.logs import get_logger
+from kvtransfer import wire
+from kvtransfer.cache_rows import CacheRows
+from kvtransfer.codec import ChunkCodec
+from kvtransfer.events import (
+    ChunkReceived,
+    DropPeer,
+    PeerLost,
+    PeerReady,
+    PostReceive,
+    ReceiverEvent,
+    SendAcknowledged,
+    SendCancel,
+)
+from kvtransfer.links.build import LinkPlan, accepts_shorter
+from kvtransfer.links.gloo import RECEIVER_RANK
+from kvtransfer.links.protocol import Link
+from kvtransfer.links.rendezvous import RendezvousStore
+from kvtransfer.session import (
+    MAX_QUEUED_MESSAGES,
+    SessionEnded,
+    SessionSettings,
+    build_link_off_loop,
+    call_in_loop,
+    describe_end,
+    link_prefix,
+    raise_if_bug,
+)
+from kvtransfer.staging import StagingPool
+
+Requests = AsyncIterator[pb.ConnectRequest]
+# grpc.aio has no type stubs.
+Context = Any
+DIGEST_KEY_BYTES = 32
+_EPOCH = re.compile("[0-9a-f]{16}")
+
+
+@dataclass(slots=True)
+class ReceiverShared:
+    """What the sessions of one worker share. Owned by `ReceiverSessions`.
+
+    `staged` holds chunks that ChunkReceived reported, until WriteChunk or DiscardChunk takes them: they belong to
+    no session, because they are written even when their peer is lost meanwhile.
+    """
+
+    settings: SessionSettings
+    rows: CacheRows
+    post: Callable[[ReceiverEvent], None]
+    pool: StagingPool
+    store: RendezvousStore
+    staged: dict[tuple[WorkerRef, TransferId, int], tuple[torch.Tensor, ChunkCodec]] = field(default_factory=dict)
+
+
+class ReceiverPeer:
+    """One peer's session. `_outcome` is what ends it: the first reason wins."""
+
+    def __init__(self, shared: ReceiverShared, peer: WorkerRef, on_ended: Callable[[], None]) -> None:
+        self._shared = shared
+        self._settings = shared.settings
+        self._peer = peer
+        self._on_ended = on_ended
+        self._loop = asyncio.get_running_loop()
+        has_digest = shared.settings.digest and shared.settings.staging_device.type == "cpu"
+        self._digest_key = secrets.token_bytes(DIGEST_KEY_BYTES) if has_digest else b""
+        self._codec = ChunkCodec(shared.rows, self._digest_key)
+        self._outbox: asyncio.Queue[pb.ConnectResponse] = asyncio.Queue(MAX_QUEUED_MESSAGES)
+        self._outcome: asyncio.Future[str] = self._loop.create_future()
+        self._link: Link | None = None
+
+    def perform(self, effect: PostReceive | SendAcknowledged | SendCancel | DropPeer) -> None:
+        match effect:
+            case PostReceive():
+                self._receive(effect)
+            case SendAcknowledged() | SendCancel():
+                self._send(wire.response_of(effect))
+            case DropPeer():
+                self.end(effect.reason)
+            case _:
+                assert_never(effect)
+
+    async def run(self, requests: Requests, context: Context) -> str:
+        """Shake hands and exchange until either side ends it; returns why."""
+        work: asyncio.Future[None] = asyncio.create_task(self._connect_and_exchange(requests, context))
+        either: list[asyncio.Future[Any]] = [work, self._outcome]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            work.cancel()
+            (result,) = await asyncio.gather(work, return_exceptions=True)
+            self.end(describe_end(result))
+        raise_if_bug(result)
+        return self._outcome.result()
+
+    def end(self, reason: str) -> None:
+        """Give the link up and report the loss. Posted receives of it are forgotten. Idempotent."""
+        if self._outcome.done():
+            return
+        self._outcome.set_result(reason)
+        if self._link is not None:
+            self._link.close()
+        get_logger().info("handoff_peer_lost", peer=str(self._peer), reason=reason)
+        self._on_ended()
+        self._shared.post(PeerLost(self._peer, reason))
+
+    async def _connect_and_exchange(self, requests: Requests, context: Context) -> None:
+        async with asyncio.timeout(self._settings.link_timeout_s):
+            await self._shake_hands(requests, context)
+        get_logger().info("handoff_peer_ready", peer=str(self._peer))
+        self._shared.post(PeerReady(self._peer))
+        writer = asyncio.create_task(self._write(context))
+        try:
+            async for request in requests:
+                self._shared.post(wire.event_of_request(self._peer, request))
+        finally:
+            writer.cancel()
+
+    async def _shake_hands(self, requests: Requests, context: Context) -> None:
+        hello = pb.ReceiverHello(
+            worker_id=self._settings.ref.worker_id,
+            incarnation=self._settings.ref.incarnation,
+            store_host=self._shared.store.host,
+            store_port=self._shared.store.port,
+            transport=self._settings.transport,
+            digest_key=self._digest_key,
+        )
+        await context.write(pb.ConnectResponse(hello=hello))
+        epoch = (await anext(requests)).open_link.epoch
+        if not _EPOCH.fullmatch(epoch):
+            raise SessionEnded(f"expected open_link with an epoch of 16 hex digits, got {epoch[:32]!r}")
+        await context.write(pb.ConnectResponse(link_accepted=pb.LinkAccepted(epoch=epoch)))
+        self._link = await build_link_off_loop(self._link_plan(epoch))
+
+    def _link_plan(self, epoch: str) -> LinkPlan:
+        return LinkPlan(
+            transport=self._settings.transport,
+            store_host=self._shared.store.host,
+            store_port=self._shared.store.port,
+            prefix=link_prefix(self._peer, self._settings.ref, epoch),
+            rank=RECEIVER_RANK,
+            host=self._settings.host,
+            device=self._settings.kv.device,
+            timeout_s=self._settings.link_timeout_s,
+        )
+
+    async def _write(self, context: Context) -> None:
+        while True:
+            await context.write(await self._outbox.get())
+
+    def _send(self, response: pb.ConnectResponse) -> None:
+        try:
+            self._outbox.put_nowait(response)
+        except asyncio.QueueFull:
+            self.end("the peer does not read its control stream")
+
+    def _receive(self, effect: PostReceive) -> None:
+        assert self._link is not None, "PostReceive before PeerReady"
+        chunk = effect.chunk
+        buffer = self._shared.pool.acquire(chunk.num_bytes)
+        self._codec.prepare(chunk, buffer)
+        target = buffer if accepts_shorter(self._settings.transport) else buffer[: chunk.num_bytes]
+        self._link.receive(target, lambda error: self._on_received(effect, buffer, error))
+
+    def _on_received(self, effect: PostReceive, buffer: torch.Tensor, error: Exception | None) -> None:
+        """In the link's thread: check what came."""
+        if error is not None:
+            self._shared.pool.forget()
+            call_in_loop(self._loop, self.end, str(error))
+            return
+        problem = self._codec.problem(effect.transfer_id, effect.chunk, buffer)
+        event = ChunkReceived(self._peer, effect.transfer_id, effect.chunk.seq, problem)
+        call_in_loop(self._loop, self._deliver, event, buffer)
+
+    def _deliver(self, event: ChunkReceived, buffer: torch.Tensor) -> None:
+        if self._outcome.done():
+            self._shared.pool.release(buffer)
+            return
+        self._shared.staged[(event.peer, event.transfer_id, event.seq)] = (buffer, self._codec)
+        self._shared.post(event)

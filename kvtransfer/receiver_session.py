@@ -1,0 +1,100 @@
+"""The decode worker's shell of the handoff: the gRPC servicer that prefill workers connect to. No decisions here.
+
+Everything runs in the event loop's thread, except that received chunks are verified in the link's receiving thread
+and written to the cache in the writer's.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, assert_never
+
+import grpc
+
+from common.ids import WorkerRef
+from common.pb import handoff_pb2_grpc
+from common.telemetry.logs import get_logger
+from kvtransfer import wire
+from kvtransfer.cache_rows import cache_rows
+from kvtransfer.events import (
+    DiscardChunk,
+    DropPeer,
+    PostReceive,
+    ReceiverEvent,
+    SendAcknowledged,
+    SendCancel,
+    WriteChunk,
+)
+from kvtransfer.links.rendezvous import RendezvousStore
+from kvtransfer.receiver_peer import Context, ReceiverPeer, ReceiverShared, Requests
+from kvtransfer.session import SessionSettings
+from kvtransfer.writer import Writer
+
+NetworkEffect = PostReceive | WriteChunk | DiscardChunk | SendAcknowledged | SendCancel | DropPeer
+WRITER_JOIN_S = 5.0
+# Generated code has no types.
+_add_to_server: Any = handoff_pb2_grpc.add_HandoffServiceServicer_to_server
+
+
+class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
+    """Performs the receiver core's network effects. Create and call it in the event loop's thread."""
+
+    def __init__(self, settings: SessionSettings, post: Callable[[ReceiverEvent], None]) -> None:
+        self._settings = settings
+        self._shared = ReceiverShared(
+            settings,
+            cache_rows(settings.kv),
+            post,
+            settings.new_staging_pool(),
+            RendezvousStore(settings.host, settings.link_timeout_s),
+        )
+        self._writer = Writer(post)
+        self._peers: dict[WorkerRef, ReceiverPeer] = {}
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service; before the server starts."""
+        _add_to_server(self, server)
+
+    def perform(self, effect: NetworkEffect) -> None:
+        """Effects for a peer that was just lost do nothing, except that received chunks are written or discarded."""
+        match effect:
+            case WriteChunk():
+                buffer, codec = self._shared.staged.pop((effect.peer, effect.transfer_id, effect.chunk.seq))
+                self._writer.submit(effect, buffer, codec, self._shared.pool)
+            case DiscardChunk():
+                buffer, _ = self._shared.staged.pop((effect.peer, effect.transfer_id, effect.seq))
+                self._shared.pool.release(buffer)
+            case PostReceive() | SendAcknowledged() | SendCancel() | DropPeer():
+                if (peer := self._peers.get(effect.peer)) is not None:
+                    peer.perform(effect)
+            case _:
+                assert_never(effect)
+
+    async def close(self) -> None:
+        """End every session and the store; waits for chunks that are being written."""
+        for peer in list(self._peers.values()):
+            peer.end("this worker stops")
+        self._writer.close()
+        await asyncio.to_thread(self._writer.join, WRITER_JOIN_S)
+        self._shared.store.close()
+
+    async def Connect(self, request_iterator: Requests, context: Context) -> None:
+        """One prefill worker's control stream, until either side ends it."""
+        requests = aiter(request_iterator)
+        ref = await self._admit(requests, context)
+        if (old := self._peers.get(ref)) is not None:
+            old.end("the peer connected again")
+        peer = self._peers[ref] = ReceiverPeer(self._shared, ref, lambda: self._peers.__delitem__(ref))
+        reason = await peer.run(requests, context)
+        await context.abort(grpc.StatusCode.ABORTED, reason)
+
+    async def _admit(self, requests: Requests, context: Context) -> WorkerRef:
+        """Read the hello; refuse a worker whose KV is not ours, naming what differs and both values."""
+        try:
+            async with asyncio.timeout(self._settings.link_timeout_s):
+                ref, pairing = wire.parse_sender_hello(await anext(requests))
+        except (ValueError, TimeoutError, StopAsyncIteration) as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error) or "no hello came")
+        if mismatches := self._settings.pairing.mismatches(pairing):
+            get_logger().warning("handoff_peer_refused", peer=str(ref), mismatches=mismatches)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(mismatches))
+        return ref

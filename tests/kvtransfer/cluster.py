@@ -1,0 +1,240 @@
+"""A prefill and a decode worker's handoff on loopback: real cores, sessions, gRPC and gloo; no model."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import torch
+
+from common.core_loop import CoreLoop
+from common.grpc_options import server_options
+from common.ids import AttemptId, RequestId, TransferId, WorkerRef
+from common.request import PairingInfo, SampledToken
+from kvtransfer.cache_rows import bytes_per_token_layer
+from kvtransfer.events import (
+    AttemptReleased,
+    FirstToken,
+    FirstTokensSampled,
+    Outcome,
+    PeerLost,
+    ReceiverEffect,
+    ReceiverEvent,
+    SenderEffect,
+    SenderEvent,
+    TokensComputed,
+    TransferEnded,
+    TransferExpected,
+    TransferFailedLocally,
+    TransferReceived,
+    TransferStarted,
+)
+from kvtransfer.plan import ChunkPlanner
+from kvtransfer.receiver import ReceiverCore
+from kvtransfer.receiver_session import ReceiverSessions
+from kvtransfer.sender import SenderCore
+from kvtransfer.sender_session import SenderSessions
+from kvtransfer.session import SessionSettings
+
+PREFILL, DECODE = WorkerRef("prefill-0", "aa"), WorkerRef("decode-0", "bb")
+FIRST = (FirstToken(0, SampledToken(7, -0.5, ((7, -0.5), (9, -1.5)))),)
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
+PAIRING = PairingInfo((("dtype", "float32"), ("layers", "4")))
+TEST_TIMEOUT_S = 20.0
+
+
+def new_cache(block_size: int, num_tokens: int = 1024, num_layers: int = NUM_LAYERS) -> torch.Tensor:
+    shape = (num_layers, 2, num_tokens // block_size, block_size, NUM_KV_HEADS, HEAD_DIM)
+    return torch.zeros(shape)
+
+
+def new_transfer_id(name: str, prefill_try: int = 0) -> TransferId:
+    return TransferId(AttemptId(RequestId(name), 0), prefill_try)
+
+
+def request_rows(seed: int, num_tokens: int, num_layers: int = NUM_LAYERS) -> torch.Tensor:
+    """[num_layers, 2, num_tokens, num_kv_heads, head_dim]: the KV of a request, unlike any other's."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_layers, 2, num_tokens, NUM_KV_HEADS, HEAD_DIM, generator=generator)
+
+
+def rows_of(kv: torch.Tensor, block_table: tuple[int, ...], num_tokens: int) -> torch.Tensor:
+    """What a cache holds for a request; the plain way."""
+    blocks = kv[:, :, list(block_table)]
+    return blocks.flatten(2, 3)[:, :, :num_tokens]
+
+
+def put_rows(kv: torch.Tensor, block_table: tuple[int, ...], layer: int, token_start: int, rows: torch.Tensor) -> None:
+    """Write one layer's rows [2, num_tokens, ...] token by token; the plain way."""
+    block_size = kv.shape[3]
+    for offset in range(rows.shape[1]):
+        position = token_start + offset
+        kv[layer, :, block_table[position // block_size], position % block_size] = rows[:, offset]
+
+
+@dataclass
+class Changed:
+    """Lets tests wait until something is so, without polling."""
+
+    condition: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def notify(self) -> None:
+        asyncio.get_running_loop().create_task(self._notify())
+
+    async def _notify(self) -> None:
+        async with self.condition:
+            self.condition.notify_all()
+
+    async def wait_for(self, predicate: Callable[[], bool]) -> None:
+        async with asyncio.timeout(TEST_TIMEOUT_S), self.condition:
+            await self.condition.wait_for(predicate)
+
+
+class Prefill:
+    """The sender's half. `ended` collects how transfers ended."""
+
+    def __init__(self, settings: SessionSettings, planner: ChunkPlanner, changed: Changed) -> None:
+        self.kv = settings.kv
+        self.core = SenderCore(planner, settings.max_inflight_bytes, settings.link_timeout_s)
+        self.loop: CoreLoop[SenderEvent, SenderEffect] = CoreLoop(self.core, self._perform)
+        self.sessions = SenderSessions(settings, self._post)
+        self.ended: dict[TransferId, TransferEnded] = {}
+        self.lost: list[PeerLost] = []
+        self.effects: list[SenderEffect] = []
+        self._changed = changed
+
+    def _post(self, event: SenderEvent) -> None:
+        if isinstance(event, PeerLost):
+            self.lost.append(event)
+        self.loop.post(event)
+        self.core.check_invariants()
+        self._changed.notify()
+
+    def _perform(self, effect: SenderEffect) -> None:
+        self.effects.append(effect)
+        if isinstance(effect, TransferEnded):
+            self.ended[effect.transfer_id] = effect
+            self._changed.notify()
+        else:
+            self.sessions.perform(effect)
+
+    def start(
+        self,
+        transfer_id: TransferId,
+        address: str,
+        block_table: tuple[int, ...],
+        num_tokens: int,
+        first_token: int = 0,
+        deadline_s: float = 1e12,
+        peer: WorkerRef = DECODE,
+    ) -> None:
+        started = TransferStarted(transfer_id, peer, address, first_token, num_tokens, block_table, deadline_s)
+        self.loop.post(started)
+
+    async def compute(
+        self, transfer_id: TransferId, block_table: tuple[int, ...], rows: torch.Tensor, step: int, first_token: int = 0
+    ) -> None:
+        """Write the request's KV layer by layer in steps of `step` tokens, reporting each layer, then sample."""
+        num_tokens = rows.shape[2]
+        for start in range(first_token, num_tokens, step):
+            end = min(start + step, num_tokens)
+            for layer in range(rows.shape[0]):
+                put_rows(self.kv, block_table, layer, start, rows[layer, :, start:end])
+                self.loop.post(TokensComputed(transfer_id, layer + 1, end))
+                await asyncio.sleep(0)
+        self.loop.post(FirstTokensSampled(transfer_id, FIRST))
+
+
+class Decode:
+    """The receiver's half."""
+
+    def __init__(self, settings: SessionSettings, planner: ChunkPlanner, changed: Changed) -> None:
+        self.kv = settings.kv
+        self.core = ReceiverCore(planner, settings.max_inflight_bytes, settings.link_timeout_s)
+        self.loop: CoreLoop[ReceiverEvent, ReceiverEffect] = CoreLoop(self.core, self._perform)
+        self.sessions = ReceiverSessions(settings, self._post)
+        self.received: dict[TransferId, TransferReceived] = {}
+        self.failed: dict[TransferId, TransferFailedLocally] = {}
+        self.released: set[AttemptId] = set()
+        self.lost: list[PeerLost] = []
+        self.events: list[ReceiverEvent] = []
+        self._changed = changed
+
+    def _post(self, event: ReceiverEvent) -> None:
+        self.events.append(event)
+        if isinstance(event, PeerLost):
+            self.lost.append(event)
+        self.loop.post(event)
+        self.core.check_invariants()
+        self._changed.notify()
+
+    def _perform(self, effect: ReceiverEffect) -> None:
+        match effect:
+            case TransferReceived():
+                self.received[effect.transfer_id] = effect
+            case TransferFailedLocally():
+                self.failed[effect.transfer_id] = effect
+            case AttemptReleased():
+                self.released.add(effect.attempt_id)
+            case _:
+                self.sessions.perform(effect)
+                return
+        self._changed.notify()
+
+    def expect(
+        self, transfer_id: TransferId, block_table: tuple[int, ...], num_tokens: int, first_token: int = 0
+    ) -> None:
+        self.loop.post(TransferExpected(transfer_id.attempt_id, first_token, num_tokens, block_table, len(FIRST)))
+
+
+@dataclass
+class Pair:
+    prefill: Prefill
+    decode: Decode
+    address: str
+    changed: Changed
+
+    async def wait_for(self, predicate: Callable[[], bool]) -> None:
+        await self.changed.wait_for(predicate)
+
+    async def until_ended(self, transfer_id: TransferId) -> Outcome:
+        await self.wait_for(lambda: transfer_id in self.prefill.ended)
+        return self.prefill.ended[transfer_id].outcome
+
+
+@asynccontextmanager
+async def pair(
+    *,
+    prefill_block_size: int = 16,
+    decode_block_size: int = 32,
+    min_chunk_bytes: int = 2048,
+    max_inflight_bytes: int = 32 << 10,
+    link_timeout_s: float = 10.0,
+    prefill_pairing: PairingInfo = PAIRING,
+    digest: bool = True,
+) -> AsyncIterator[Pair]:
+    """Both workers; at the end everything is closed and nothing may be left staged."""
+    changed = Changed()
+    source, target = new_cache(prefill_block_size), new_cache(decode_block_size)
+    planner = ChunkPlanner(NUM_LAYERS, bytes_per_token_layer(source), min_chunk_bytes)
+
+    def settings(ref: WorkerRef, kv: torch.Tensor, pairing: PairingInfo) -> SessionSettings:
+        return SessionSettings(
+            ref, pairing, kv, digest=digest, max_inflight_bytes=max_inflight_bytes, link_timeout_s=link_timeout_s
+        )
+
+    server = grpc.aio.server(options=server_options())
+    port = server.add_insecure_port("127.0.0.1:0")
+    decode = Decode(settings(DECODE, target, PAIRING), planner, changed)
+    prefill = Prefill(settings(PREFILL, source, prefill_pairing), planner, changed)
+    decode.sessions.add_to(server)
+    await server.start()
+    try:
+        yield Pair(prefill, decode, f"127.0.0.1:{port}", changed)
+    finally:
+        await prefill.sessions.close()
+        await decode.sessions.close()
+        prefill.loop.close()
+        decode.loop.close()
+        await server.stop(0)
