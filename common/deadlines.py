@@ -1,7 +1,7 @@
 """Many deadlines, the earliest first. Pure: time is an argument, no IO."""
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 KeyT = TypeVar("KeyT", bound=Hashable)
@@ -17,6 +17,12 @@ class Deadlines(Generic[KeyT]):
 
     def __len__(self) -> int:
         return len(self._current)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._current
+
+    def __iter__(self) -> Iterator[KeyT]:
+        return iter(self._current)
 
     def set(self, key: KeyT, deadline_s: float) -> None:
         self._counter += 1

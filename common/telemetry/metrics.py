@@ -82,6 +82,7 @@ METRICS: tuple[Spec, ...] = (
     Spec("pdserve_admission_rejections", "counter", "Requests refused at the door", ("reason",)),
     Spec("pdserve_index_lookup_seconds", "histogram", "Prefix index look-up"),
     Spec("pdserve_index_errors", "counter", "Prefix index operations that failed", ("op",)),
+    Spec("pdserve_index_stale_hits", "counter", "Prefixes that the index promised and the worker did not have"),
     Spec("pdserve_workers", "gauge", "Workers the router knows", ("worker_role", "state")),
     Spec("pdserve_step_seconds", "histogram", "One forward pass"),
     Spec(

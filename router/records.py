@@ -1,0 +1,90 @@
+"""What people ask about a request: its attempts, its routing decisions with their costs, its waterfall. Pure: no IO.
+
+Owns the records of ended requests, of which the newest are kept; those of live ones are made when asked for.
+No token ids: a record may be shown to an operator.
+"""
+
+from dataclasses import asdict
+
+from common.ids import RequestId
+from router.generation import Failed, Finished
+from router.policy import Decision
+from router.request_state import Attempt, Request
+from router.timings import request_timings
+
+Record = dict[str, object]
+
+
+class RequestRecords:
+    """The newest ended requests, oldest first."""
+
+    def __init__(self, num_kept: int) -> None:
+        self._num_kept = num_kept
+        self._records: dict[RequestId, Record] = {}
+
+    def keep(self, request: Request, last: Finished | Failed, now_s: float) -> None:
+        self._records.pop(request.request_id, None)
+        self._records[request.request_id] = record_of(request, now_s, last)
+        while len(self._records) > self._num_kept:
+            del self._records[next(iter(self._records))]
+
+    def get(self, request_id: RequestId) -> Record | None:
+        return self._records.get(request_id)
+
+    def newest(self, limit: int) -> list[Record]:
+        """At most `limit` records, newest first."""
+        return list(reversed(self._records.values()))[:limit]
+
+
+def record_of(request: Request, now_s: float, last: Finished | Failed | None = None) -> Record:
+    """A request as JSON values; `last` is its answer when it has ended."""
+    attempts = [*request.ended_attempts, *request.attempts.values()]
+    return {
+        "request_id": request.request_id,
+        "status": _status(last),
+        "error": last.error.code if isinstance(last, Failed) else "",
+        "message": last.error.message if isinstance(last, Failed) else "",
+        "age_s": now_s - request.arrived_s,
+        "num_choices": len(request.choices),
+        "num_prompt_tokens": len(request.spec.token_ids),
+        "num_completion_tokens": request.num_completion_tokens,
+        "num_cached_tokens": request.num_cached_tokens,
+        "num_retries": request.num_retries,
+        "finish_reasons": [choice.finish_reason or "" for choice in request.choices],
+        "attempts": [_attempt(attempt) for attempt in attempts],
+        "decisions": [_decision(decision, request) for decision in request.decisions],
+        "timings": asdict(request_timings(request, now_s)),
+    }
+
+
+def _status(last: Finished | Failed | None) -> str:
+    if last is None:
+        return "running"
+    return "finished" if isinstance(last, Finished) else "failed"
+
+
+def _attempt(attempt: Attempt) -> Record:
+    return {
+        "attempt": attempt.attempt_id.attempt,
+        "phase": attempt.phase.value,
+        "end_reason": attempt.end_reason,
+        "choices": list(attempt.choices),
+        "num_tokens": len(attempt.token_ids),
+        "decode_worker": str(attempt.decode or ""),
+        "prefill_worker": str(attempt.prefill or ""),
+        "prefill_try": attempt.prefill_try,
+        "first_missing_token": attempt.first_missing_token,
+        "is_local": attempt.is_local,
+    }
+
+
+def _decision(decision: Decision, request: Request) -> Record:
+    chosen = decision.chosen
+    return {
+        "role": decision.role.value,
+        "attempt": decision.attempt,
+        "at_s": decision.at_s - request.arrived_s,
+        "chosen": decision.candidates[chosen].worker_id if chosen is not None else "",
+        "why": decision.why,
+        "candidates": [asdict(candidate) for candidate in decision.candidates],
+    }

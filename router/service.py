@@ -1,0 +1,263 @@
+"""The router's shell: joins the core to the workers' streams, the prefix index and the front ends. No decisions here.
+
+Implements `router.service_protocol.GenerationService`. Owns the core's loop, the directory of workers, the streams
+of live requests and the look-ups. Everything runs in one event loop.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import assert_never
+
+from common.config import RouterConfig
+from common.core_loop import CoreLoop
+from common.errors import InvalidRequest, NoReadyPair, PdserveError, RequestCancelled
+from common.hashing import block_hashes, hash_root
+from common.ids import RequestId, RouterId
+from common.messages import Role, WorkerState
+from common.prefix_index.protocol import PrefixIndexReader, Registry
+from common.telemetry.logs import get_logger
+from router.core import RouterCore
+from router.events import (
+    ChoiceStopped,
+    Deliver,
+    DrainRequested,
+    DropWorker,
+    EndRequested,
+    LookupPrefix,
+    NoteRetry,
+    NoteStaleHit,
+    PrefixFound,
+    RequestSubmitted,
+    RouterEffect,
+    RouterEvent,
+    SendToWorker,
+)
+from router.generation import Failed, Finished, GenerationEvent, GenerationRequest
+from router.registry import WorkerDirectory
+from router.request_metrics import NullMetrics, RequestMetrics, RouterMetrics
+from router.router_limits import RouterLimits
+from router.service_protocol import ClusterState, JsonObject, Readiness, WorkerView
+from router.stream import GenerationStream
+from router.workers import Worker
+
+GAUGES_INTERVAL_S = 1.0
+_NO_METRICS = NullMetrics()
+
+
+class RouterService:
+    """Start it inside the running loop, close it when done. `wait` raises what broke it, if anything did."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        index: PrefixIndexReader,
+        registry: Registry,
+        metrics: RouterMetrics = _NO_METRICS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._index = index
+        self._metrics = metrics
+        self._request_metrics = RequestMetrics(metrics)
+        self._clock = clock
+        self._core = RouterCore(RouterLimits.of(config))
+        self._directory = WorkerDirectory(registry, RouterId(config.router_id), self._post)
+        self._streams: dict[RequestId, GenerationStream] = {}
+        self._is_closing = False
+        self._emptied = asyncio.Event()
+        self._started: asyncio.Future[asyncio.TaskGroup] | None = None
+        self._loop: CoreLoop[RouterEvent, RouterEffect]
+        self._tasks: asyncio.TaskGroup
+        self._main: asyncio.Task[None]
+
+    async def start(self) -> None:
+        """Begin to follow the registry. Requests may be submitted at once; they wait for workers for a while."""
+        self._loop = CoreLoop(self._core, self._perform, self._clock)
+        self._started = asyncio.get_running_loop().create_future()
+        self._main = asyncio.create_task(self._run(), name="router")
+        self._tasks = await self._started
+
+    async def wait(self) -> None:
+        """Return when the service is closed; raise when it broke."""
+        try:
+            await asyncio.shield(self._main)
+        except asyncio.CancelledError:
+            if not self._main.cancelled():
+                raise
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Refuse new requests, let the others finish within the grace, end the rest with an error."""
+        self._is_closing = True
+        try:
+            async with asyncio.timeout(grace_s):
+                while self._streams:
+                    self._emptied.clear()
+                    await self._emptied.wait()
+        except TimeoutError:
+            pass
+        for request_id in list(self._streams):
+            self._post(EndRequested(request_id, NoReadyPair("the router is shutting down", retry_after_s=1.0)))
+        self._main.cancel()
+        await asyncio.gather(self._main, return_exceptions=True)
+        self._loop.close()
+
+    # ---- requests -----------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
+        """Run a request; refusals are Failed events. See `GenerationService`."""
+        stream = GenerationStream()
+        error = self._submit_error(request)
+        if error is not None:
+            stream.push(Failed(error))
+            return stream
+        self._streams[request.request_id] = stream
+        self._request_metrics.submitted(request.request_id, self._clock())
+        self._post(RequestSubmitted(request))
+        return stream
+
+    def stop_choice(self, request_id: RequestId, choice_idx: int) -> None:
+        self._post(ChoiceStopped(request_id, choice_idx))
+
+    def cancel(self, request_id: RequestId) -> None:
+        if request_id in self._streams:
+            self._post(EndRequested(request_id, RequestCancelled("the request was cancelled")))
+
+    def _submit_error(self, request: GenerationRequest) -> PdserveError | None:
+        if self._is_closing:
+            return NoReadyPair("the router is shutting down", retry_after_s=1.0)
+        if request.request_id in self._streams:
+            return InvalidRequest(f"request_id {request.request_id!r} is in use", param="request_id")
+        return None
+
+    # ---- for people ---------------------------------------------------------------------------------
+
+    def readiness(self) -> Readiness:
+        if self._is_closing:
+            return Readiness(is_ready=False, reasons=("the router is shutting down",))
+        if self._core.has_ready_pair:
+            return Readiness(is_ready=True)
+        ready = Counter(worker.info.role for worker in self._core.workers if worker.is_ready)
+        missing = tuple(f"no {role} worker is ready" for role in Role if not ready[role])
+        return Readiness(is_ready=False, reasons=missing or ("no prefill worker pairs with a decode worker",))
+
+    def state(self) -> ClusterState:
+        workers = tuple(_view(worker) for worker in self._core.workers)
+        return ClusterState(workers, self._core.num_queued, len(self._core.request_ids) - self._core.num_queued)
+
+    def request_record(self, request_id: RequestId) -> JsonObject | None:
+        return self._core.record(request_id, self._clock())
+
+    def request_records(self, limit: int) -> Sequence[JsonObject]:
+        return self._core.newest_records(limit, self._clock())
+
+    def drain_worker(self, worker_id: str, grace_s: float) -> bool:
+        is_known = any(worker.ref.worker_id == worker_id for worker in self._core.workers)
+        if is_known:
+            self._post(DrainRequested(worker_id, grace_s))
+        return is_known
+
+    # ---- effects ------------------------------------------------------------------------------------
+
+    def _post(self, event: RouterEvent) -> None:
+        self._loop.post(event)
+
+    def _perform(self, effect: RouterEffect) -> None:
+        match effect:
+            case Deliver(request_id, event):
+                self._deliver(request_id, event)
+            case SendToWorker(worker, message):
+                self._directory.send(worker, message)
+            case LookupPrefix():
+                self._tasks.create_task(self._look_up(effect))
+            case DropWorker(worker, reason):
+                self._directory.drop(worker, reason)
+            case NoteRetry(request_id, lost, reason):
+                self._metrics.inc("pdserve_request_retries", reason=lost)
+                get_logger().warning("request_retried", request_id=request_id, lost=lost, reason=reason)
+            case NoteStaleHit(worker, num_promised, num_cached):
+                self._metrics.inc("pdserve_index_stale_hits")
+                get_logger().info(
+                    "index_stale_hit", worker=str(worker), num_promised=num_promised, num_cached=num_cached
+                )
+            case _:
+                assert_never(effect)
+
+    def _deliver(self, request_id: RequestId, event: GenerationEvent) -> None:
+        self._request_metrics.delivered(request_id, event, self._clock())
+        self._streams[request_id].push(event)
+        if isinstance(event, Finished | Failed):
+            del self._streams[request_id]
+            _log_end(request_id, event)
+            if not self._streams:
+                self._emptied.set()
+
+    async def _look_up(self, lookup: LookupPrefix) -> None:
+        started_s = self._clock()
+        root = hash_root(dict(lookup.key.pairing.fields), lookup.key.block_size, lookup.cache_salt)
+        hashes = block_hashes(lookup.token_ids, lookup.key.block_size, root)
+        found = await self._index.longest_prefix(hashes, lookup.workers)
+        self._metrics.observe("pdserve_index_lookup_seconds", self._clock() - started_s)
+        self._post(PrefixFound(lookup.attempt_id, lookup.key, tuple(found.items())))
+
+    # ---- tasks --------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        assert self._started is not None
+        async with asyncio.TaskGroup() as tasks:
+            self._started.set_result(tasks)
+            tasks.create_task(self._directory.run())
+            while True:
+                self._set_gauges()
+                await asyncio.sleep(GAUGES_INTERVAL_S)
+
+    def _set_gauges(self) -> None:
+        state = self.state()
+        self._metrics.set("pdserve_requests_running", state.num_running)
+        self._metrics.set("pdserve_requests_waiting", state.num_queued)
+        counts = Counter((worker.role, worker.state) for worker in state.workers)
+        for role in Role:
+            for worker_state in WorkerState:
+                count = counts[role, worker_state]
+                self._metrics.set("pdserve_workers", count, worker_role=role, state=worker_state)
+
+
+def _log_end(request_id: RequestId, event: Finished | Failed) -> None:
+    if isinstance(event, Failed):
+        get_logger().info("request_failed", request_id=request_id, code=event.error.code, reason=event.error.message)
+        return
+    get_logger().info(
+        "request_finished",
+        request_id=request_id,
+        num_prompt_tokens=event.num_prompt_tokens,
+        num_completion_tokens=event.num_completion_tokens,
+        num_cached_tokens=event.num_cached_tokens,
+        wall_s=round(event.timings.wall_s, 6),
+        num_retries=event.timings.num_retries,
+    )
+
+
+def _view(worker: Worker) -> WorkerView:
+    info, stats = worker.info, worker.stats
+    fields = dict(info.pairing.fields)
+    return WorkerView(
+        worker_id=info.ref.worker_id,
+        incarnation=info.ref.incarnation,
+        role=info.role,
+        state=worker.state,
+        pid=info.pid,
+        address=worker.address,
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+        waiting_uncached_tokens=stats.num_waiting_uncached_tokens,
+        kv_blocks_total=info.num_blocks,
+        kv_blocks_used=stats.kv_blocks_used,
+        kv_blocks_cached=stats.kv_blocks_cached,
+        kv_blocks_free=stats.kv_blocks_free,
+        kv_blocks_held=stats.kv_blocks_held,
+        block_size=info.block_size,
+        pairing_key=hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16],
+        kv_dtype=fields.get("dtype", ""),
+        device=info.device,
+    )

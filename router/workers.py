@@ -1,0 +1,175 @@
+"""The router's picture of the workers: who is connected, what they reported, what we placed on them. Pure: no IO."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from common.ids import AttemptId, WorkerRef
+from common.messages import Role, WorkerInfo, WorkerState, WorkerStats
+from router.events import PrefixKey
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+# A worker that a reachable registry does not list this many times in a row gets no new work.
+MAX_ABSENT_POLLS = 2
+
+
+@dataclass(slots=True)
+class Load:
+    """A quantity on a worker: what it reported last plus what we did since, at least what is ours."""
+
+    own: int = 0
+    reported: int = 0
+    since_report: int = 0
+
+    @property
+    def value(self) -> int:
+        return max(self.own, self.reported + self.since_report)
+
+    def add(self, amount: int) -> None:
+        self.own += amount
+        self.since_report += amount
+
+    def report(self, amount: int) -> None:
+        self.reported = amount
+        self.since_report = 0
+
+
+@dataclass(slots=True)
+class Share:
+    """What one attempt of ours takes of a worker."""
+
+    tokens: int  # still to be computed by a prefill worker
+    blocks: int  # of a decode worker
+
+
+@dataclass(slots=True)
+class Worker:
+    """One life of a worker with an open stream. Mutated by the router core alone."""
+
+    info: WorkerInfo
+    address: str
+    stats: WorkerStats
+    heard_s: float  # when it last said anything
+    is_draining: bool = False
+    num_absent_polls: int = 0
+    tokens: Load = field(default_factory=Load)
+    blocks: Load = field(default_factory=Load)
+    sequences: Load = field(default_factory=Load)
+    shares: dict[AttemptId, Share] = field(default_factory=dict)
+    num_refusals: int = 0  # since it last took something
+    closed_until_s: float = 0.0  # it refused: no new work before
+    last_chosen: int = 0  # ordinal of the router's decision
+    recent_placements: float = 0.0  # decays, see policy.decayed
+    recent_at_s: float = 0.0
+
+    @property
+    def ref(self) -> WorkerRef:
+        return self.info.ref
+
+    @property
+    def prefix_key(self) -> PrefixKey:
+        return PrefixKey(self.info.pairing, self.info.block_size)
+
+    @property
+    def is_ready(self) -> bool:
+        """Takes new work, if not at this moment then soon."""
+        is_listed = self.num_absent_polls <= MAX_ABSENT_POLLS
+        return self.stats.state is WorkerState.READY and is_listed and not self.is_draining
+
+    @property
+    def state(self) -> WorkerState:
+        """As shown to people: a worker that gets no new work is draining, whoever decided that."""
+        if self.stats.state is WorkerState.READY and not self.is_ready:
+            return WorkerState.DRAINING
+        return self.stats.state
+
+    def place(self, attempt_id: AttemptId, *, tokens: int = 0, blocks: int = 0) -> None:
+        assert attempt_id not in self.shares, f"{attempt_id} is on {self.ref} already"
+        self.shares[attempt_id] = Share(tokens, blocks)
+        self.tokens.add(tokens)
+        self.blocks.add(blocks)
+        self.sequences.add(1)
+
+    def tokens_computed(self, attempt_id: AttemptId) -> None:
+        """The prompt of an attempt is computed, though the worker still holds it for the handoff."""
+        share = self.shares[attempt_id]
+        self.tokens.add(-share.tokens)
+        share.tokens = 0
+
+    def release(self, attempt_id: AttemptId) -> None:
+        share = self.shares.pop(attempt_id)
+        self.tokens.add(-share.tokens)
+        self.blocks.add(-share.blocks)
+        self.sequences.add(-1)
+
+    def report(self, stats: WorkerStats) -> None:
+        """Take over what the worker says; room that it did not have when it refused opens it again."""
+        if self.num_refusals and _has_more_room(stats, self.stats):
+            self.closed_until_s = 0.0
+        self.stats = stats
+        self.tokens.report(stats.num_waiting_uncached_tokens)
+        self.blocks.report(stats.kv_blocks_used + stats.kv_blocks_held)
+        self.sequences.report(stats.num_running + stats.num_waiting)
+
+    def refused(self, now_s: float) -> None:
+        """It has no room, or failed: leave it alone for a while that doubles."""
+        self.num_refusals += 1
+        self.close(now_s)
+
+    def close(self, now_s: float) -> None:
+        """No new work for a while, as long as it has not taken anything since it refused."""
+        backoff_s: float = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.num_refusals - 1, 10))
+        self.closed_until_s = now_s + backoff_s
+
+    def accepted(self) -> None:
+        self.num_refusals = 0
+        self.closed_until_s = 0.0
+
+
+def _has_more_room(stats: WorkerStats, before: WorkerStats) -> bool:
+    free = stats.kv_blocks_free + stats.kv_blocks_cached
+    free_before = before.kv_blocks_free + before.kv_blocks_cached
+    return free > free_before or stats.num_waiting < before.num_waiting
+
+
+class WorkerPool:
+    """All connected workers by reference. A worker id has at most one life here."""
+
+    def __init__(self) -> None:
+        self._workers: dict[WorkerRef, Worker] = {}
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, ref: WorkerRef | None) -> Worker | None:
+        return self._workers.get(ref) if ref is not None else None
+
+    def by_id(self, worker_id: str) -> Worker | None:
+        return next((worker for worker in self if worker.info.ref.worker_id == worker_id), None)
+
+    def add(self, info: WorkerInfo, address: str, now_s: float) -> Worker:
+        worker = Worker(info, address, WorkerStats(kv_blocks_free=info.num_blocks), now_s)
+        self._workers[info.ref] = worker
+        return worker
+
+    def remove(self, ref: WorkerRef) -> Worker | None:
+        return self._workers.pop(ref, None)
+
+    def ready(self, role: Role) -> list[Worker]:
+        return [worker for worker in self if worker.info.role is role and worker.is_ready]
+
+    def has_ready_pair(self) -> bool:
+        """Some prefill and some decode worker could serve a request together."""
+        pairings = {worker.info.pairing for worker in self.ready(Role.DECODE)}
+        return any(worker.info.pairing in pairings for worker in self.ready(Role.PREFILL))
+
+    def prefix_keys(self) -> dict[PrefixKey, tuple[WorkerRef, ...]]:
+        """Ready workers by how they hash."""
+        groups: dict[PrefixKey, tuple[WorkerRef, ...]] = {}
+        for worker in self:
+            if worker.is_ready:
+                groups[worker.prefix_key] = (*groups.get(worker.prefix_key, ()), worker.ref)
+        return groups
