@@ -66,6 +66,14 @@ class RequestNotFound(InvalidRequest):
     reason = "REQUEST_NOT_FOUND"
 
 
+class WorkerNotFound(InvalidRequest):
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+    error_type = "not_found_error"
+    code = "worker_not_found"
+    reason = "WORKER_NOT_FOUND"
+
+
 class InvalidApiKey(PdserveError):
     http_status = 401
     grpc_code = "UNAUTHENTICATED"

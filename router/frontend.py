@@ -1,0 +1,195 @@
+"""What gRPC and HTTP share: from a client's statement to a stream of updates in text. No wire format here.
+
+Owns the tokenizer's use, the validator and the requests in flight; the service behind it knows token ids only.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import assert_never
+
+import structlog
+
+from common.errors import DeadlineExceeded, InvalidRequest, PdserveError
+from common.ids import RequestId
+from common.request import TokenEvent
+from router import limits
+from router.generation import Accepted, Failed, Finished, RequestTimings, Tokens
+from router.in_flight import Entry, InFlight
+from router.request_spec import ChatPrompt, Prompt, RequestSpec, TextPrompt, TokenPrompt
+from router.served_model import ServedModel
+from router.service_protocol import GenerationService, Readiness
+from router.text import ChoiceDelta, ChoiceText
+from router.token_text import TokenTexts
+from router.tokenizer import PromptTokenizer
+from router.validation import Validator, ValidRequest
+
+log = structlog.get_logger()
+
+# The service ends a request at its deadline by itself; this is for one that does not.
+_DEADLINE_SLACK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """News of one step, of one or more choices."""
+
+    deltas: tuple[ChoiceDelta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Last update of a request: every choice has ended. `num_completion_tokens` counts what the client was given."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+    timings: RequestTimings
+
+
+Update = Accepted | Deltas | Summary
+
+
+class Frontend:
+    """Both APIs' way to the service."""
+
+    def __init__(
+        self, service: GenerationService, tokenizer: PromptTokenizer, model: ServedModel, validator: Validator
+    ) -> None:
+        self.service = service
+        self.tokenizer = tokenizer
+        self.model = model
+        self.validator = validator
+        self.token_texts = TokenTexts(tokenizer.tokenizer)
+        self.in_flight = InFlight(service)
+
+    def readiness(self) -> Readiness:
+        """Not ready while shutting down, else what the service says."""
+        if self.in_flight.is_closed:
+            return Readiness(is_ready=False, reasons=("the router is shutting down",))
+        return self.service.readiness()
+
+    async def admit(self, spec: RequestSpec, request_id: RequestId) -> ValidRequest:
+        """Tokenize and validate. Raises InvalidRequest."""
+        self.validator.check_model(spec.model)
+        token_ids = await self.tokenize(spec.prompt)
+        request = self.validator.validate(spec, token_ids, request_id)
+        if spec.echo and not isinstance(spec.prompt, TextPrompt):
+            return ValidRequest(request.generation, request.text, self.tokenizer.decode(token_ids))
+        return request
+
+    async def tokenize(self, prompt: Prompt) -> Sequence[int]:
+        """Token ids of a prompt; long texts off the event loop."""
+        if _text_length(prompt) > limits.MAX_INLINE_TOKENIZE_LENGTH:
+            return await asyncio.to_thread(self._tokenize, prompt)
+        return self._tokenize(prompt)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included. Raises InvalidRequest."""
+        if any(not 0 <= token_id < self.model.vocab_size for token_id in token_ids):
+            raise InvalidRequest(f"tokens holds ids outside 0 ... {self.model.vocab_size - 1}", param="tokens")
+        return self.tokenizer.decode(token_ids)
+
+    async def run(self, request: ValidRequest) -> AsyncGenerator[Update, None]:
+        """Submit and follow a request to its end. Raises PdserveError; leaving early cancels it."""
+        generation = request.generation
+        error = DeadlineExceeded(f"the request did not end within {generation.deadline_s:g} s")
+        with self.in_flight.enter(generation.request_id, generation.deadline_s + _DEADLINE_SLACK_S, error) as entry:
+            async with aclosing(self._follow(request, entry)) as updates:
+                async for update in updates:
+                    yield update
+
+    async def _follow(self, request: ValidRequest, entry: Entry) -> AsyncGenerator[Update, None]:
+        output = _Output(request, self.tokenizer, self.service)
+        async for event in self.service.submit(request.generation):
+            match event:
+                case Accepted():
+                    output.accepted = event
+                    yield event
+                case Tokens():
+                    if deltas := output.push(event.tokens):
+                        yield Deltas(deltas)
+                case Finished():
+                    yield output.summary(event)
+                    return
+                case Failed():
+                    if not entry.is_aborted:
+                        raise entry.error or event.error
+                case _:
+                    assert_never(event)
+        for update in output.unfinished(entry):
+            yield update
+
+    def _tokenize(self, prompt: Prompt) -> Sequence[int]:
+        match prompt:
+            case TokenPrompt():
+                return prompt.token_ids
+            case TextPrompt(text=""):
+                return ()
+            case TextPrompt():
+                return self.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+            case ChatPrompt():
+                return self.tokenizer.encode_chat(
+                    prompt.messages,
+                    add_generation_prompt=prompt.add_generation_prompt,
+                    kwargs=prompt.template_kwargs,
+                )
+            case _:
+                assert_never(prompt)
+
+
+class _Output:
+    """The choices of one request as far as they have come."""
+
+    def __init__(self, request: ValidRequest, tokenizer: PromptTokenizer, service: GenerationService) -> None:
+        self._request_id = request.generation.request_id
+        self._num_prompt_tokens = len(request.generation.token_ids)
+        self._service = service
+        self._choices = [
+            ChoiceText(idx, tokenizer.tokenizer, request.generation.token_ids[-8:], request.text)
+            for idx in range(request.generation.num_choices)
+        ]
+        self.accepted: Accepted | None = None
+
+    def push(self, events: Sequence[TokenEvent]) -> tuple[ChoiceDelta, ...]:
+        """Take the tokens of a step; a choice that meets a stop string is stopped in the service too."""
+        deltas = []
+        for event in events:
+            delta = self._choices[event.choice_idx].push(event)
+            if delta is None:
+                continue
+            deltas.append(delta)
+            if delta.end is not None and delta.end.stop_string is not None and event.finish_reason is None:
+                self._service.stop_choice(self._request_id, event.choice_idx)
+        return tuple(deltas)
+
+    def summary(self, finished: Finished) -> Summary:
+        """Raises when the service says "finished" and a choice has no end: an empty success is no success."""
+        if not all(choice.is_ended for choice in self._choices):
+            raise PdserveError("the request ended without all of its output")
+        return self._summary(finished.num_cached_tokens, finished.timings)
+
+    def unfinished(self, entry: Entry) -> list[Update]:
+        """What to say when the service stops without a word: an abort has an end, anything else is an error."""
+        if entry.error is not None:
+            raise entry.error
+        if not entry.is_aborted:
+            raise PdserveError("the request ended without an outcome")
+        deltas = tuple(delta for choice in self._choices if (delta := choice.abort()) is not None)
+        num_cached_tokens = self.accepted.num_cached_tokens if self.accepted else 0
+        return [Deltas(deltas), self._summary(num_cached_tokens, RequestTimings())]
+
+    def _summary(self, num_cached_tokens: int, timings: RequestTimings) -> Summary:
+        num_completion_tokens = sum(choice.num_tokens for choice in self._choices)
+        return Summary(self._num_prompt_tokens, num_completion_tokens, num_cached_tokens, timings)
+
+
+def _text_length(prompt: Prompt) -> int:
+    match prompt:
+        case TextPrompt():
+            return len(prompt.text)
+        case ChatPrompt():
+            return sum(len(message["content"]) for message in prompt.messages)
+        case TokenPrompt():
+            return 0

@@ -1,0 +1,155 @@
+"""Everything over HTTP that is not generation: probes, model card, tokenize, metrics, administration."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import InvalidRequest, RequestNotFound, WorkerNotFound
+from common.ids import RequestId
+from router.frontend import Frontend
+from router.http_io import json_response, read_json
+from router.json_body import parse_body
+from router.openai_requests import DetokenizeBody, TokenizeBody
+from router.openai_responses import ModelCard, ModelList
+from router.openai_specs import chat_prompt
+from router.request_spec import Prompt, TextPrompt
+
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_NUM_RECORDS = 100
+_MAX_REPLICAS = 1024
+DEFAULT_DRAIN_GRACE_S = 30.0
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+ScalePool = Callable[[str, int], Awaitable[object]]
+
+
+class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
+    grace_s: float = DEFAULT_DRAIN_GRACE_S
+
+
+class PoolBody(msgspec.Struct, forbid_unknown_fields=True):
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdminHooks:
+    """What the process around us supplies. `scale_pool(role, replicas)` sets a pool's desired size, where it can."""
+
+    exposition: Callable[[], bytes]
+    version: str
+    scale_pool: ScalePool | None = None
+
+
+class AdminEndpoints:
+    """Stateless views of the front end and its service."""
+
+    def __init__(self, frontend: Frontend, hooks: AdminHooks, max_body_bytes: int) -> None:
+        self._frontend = frontend
+        self._service = frontend.service
+        self._hooks = hooks
+        self._max_body_bytes = max_body_bytes
+
+    async def live(self, request: Request) -> Response:
+        return json_response({"status": "alive"})
+
+    async def ready(self, request: Request) -> Response:
+        """200 when a request would be served, else 503 with the reasons."""
+        readiness = self._frontend.readiness()
+        status = "ready" if readiness.is_ready else "not ready"
+        return json_response({"status": status, "reasons": readiness.reasons}, 200 if readiness.is_ready else 503)
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": self._hooks.version})
+
+    async def load(self, request: Request) -> Response:
+        return json_response({"server_load": self._frontend.in_flight.num_requests})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._hooks.exposition(), media_type=_PROMETHEUS)
+
+    async def models(self, request: Request) -> Response:
+        return json_response(ModelList([self._model_card()]))
+
+    async def model(self, request: Request) -> Response:
+        self._frontend.validator.check_model(request.path_params["model"])
+        return json_response(self._model_card())
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request, _TOKENIZE)
+        self._frontend.validator.check_model(body.model or "")
+        token_ids = await self._frontend.tokenize(_prompt_of(body))
+        strings = [self._frontend.token_texts.text(token_id) for token_id in token_ids]
+        return json_response(
+            {
+                "count": len(token_ids),
+                "max_model_len": self._frontend.model.max_model_len,
+                "tokens": token_ids,
+                "token_strs": strings if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request, _DETOKENIZE)
+        self._frontend.validator.check_model(body.model or "")
+        return json_response({"prompt": self._frontend.detokenize(body.tokens)})
+
+    async def state(self, request: Request) -> Response:
+        return json_response(self._service.state())
+
+    async def requests(self, request: Request) -> Response:
+        return json_response({"requests": self._service.request_records(_NUM_RECORDS)})
+
+    async def request(self, request: Request) -> Response:
+        request_id = request.path_params["request_id"]
+        record = self._service.request_record(RequestId(request_id))
+        if record is None:
+            raise RequestNotFound(f"no request {request_id[:128]!r} is known")
+        return json_response(record)
+
+    async def drain(self, request: Request) -> Response:
+        has_body = request.headers.get("content-length", "0") != "0"
+        body = await self._body(request, _DRAIN) if has_body else DrainBody()
+        worker_id = request.path_params["worker_id"]
+        if not 0 <= body.grace_s <= 3600:
+            raise InvalidRequest("grace_s must be between 0 and 3600", param="grace_s")
+        if not self._service.drain_worker(worker_id, body.grace_s):
+            raise WorkerNotFound(f"no worker {worker_id[:128]!r} is known")
+        return json_response({"worker_id": worker_id, "state": "draining"}, 202)
+
+    async def scale(self, request: Request) -> Response:
+        """Set the desired size of a pool, where this process can."""
+        body = await self._body(request, _POOL)
+        role = request.path_params["role"]
+        if role not in ("prefill", "decode"):
+            raise InvalidRequest("role must be prefill or decode", param="role")
+        if not 0 <= body.replicas <= _MAX_REPLICAS:
+            raise InvalidRequest(f"replicas must be between 0 and {_MAX_REPLICAS}", param="replicas")
+        if self._hooks.scale_pool is None:
+            raise InvalidRequest("pools are not managed by this process", param="role")
+        await self._hooks.scale_pool(role, body.replicas)
+        return json_response({"role": role, "replicas": body.replicas}, 202)
+
+    def _model_card(self) -> ModelCard:
+        model = self._frontend.model
+        return ModelCard(model.name, model.created_s, model.name, model.max_model_len, dict(model.generation_defaults))
+
+    async def _body(self, request: Request, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
+        return parse_body(await read_json(request, self._max_body_bytes), decoder)
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+_DRAIN = msgspec.json.Decoder(DrainBody)
+_POOL = msgspec.json.Decoder(PoolBody)
+
+
+def _prompt_of(body: TokenizeBody) -> Prompt:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("state either prompt or messages", param="prompt")
+    if body.messages is not None:
+        return chat_prompt(body.messages, body.chat_template_kwargs, body.add_generation_prompt)
+    return TextPrompt(body.prompt or "", body.add_special_tokens is not False)

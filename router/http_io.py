@@ -1,0 +1,164 @@
+"""Reading requests and writing errors over HTTP, the same way on every route. Owns no state."""
+
+import asyncio
+import re
+import secrets
+import traceback
+from collections.abc import Awaitable, Callable
+from functools import wraps
+
+import msgspec
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import BodyTooLarge, InvalidRequest, PdserveError
+from router import limits
+from router.openai_responses import ErrorBody, ErrorInfo
+
+log = structlog.get_logger()
+
+JSON = "application/json"
+REQUEST_ID_HEADER = "x-request-id"
+TIMEOUT_HEADER = "x-request-timeout-s"
+# A refused body is read to its end within these bounds, so that the client gets to see the answer.
+_MAX_DISCARDED_BYTES = 64 << 20
+_DISCARD_TIMEOUT_S = 0.5
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+_encoder = msgspec.json.Encoder()
+
+
+class UnsupportedMediaType(InvalidRequest):
+    http_status = 415
+    code = "unsupported_media_type"
+    reason = "UNSUPPORTED_MEDIA_TYPE"
+
+
+class BodyTimeout(InvalidRequest):
+    http_status = 408
+    code = "body_timeout"
+    reason = "BODY_TIMEOUT"
+
+
+class InternalError(PdserveError):
+    """Something unexpected of ours. The message names an id that the log has too, and nothing else."""
+
+
+def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(_encoder.encode(value), status, headers, JSON)
+
+
+def error_body(error: PdserveError) -> ErrorBody:
+    return ErrorBody(ErrorInfo(error.message, error.error_type, error.param, error.code))
+
+
+def error_response(error: PdserveError, request_id: str) -> Response:
+    headers = {REQUEST_ID_HEADER: request_id}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1e3)))
+    if isinstance(error, BodyTooLarge | UnsupportedMediaType | BodyTimeout):
+        headers["connection"] = "close"  # the rest of the body is not read
+    return json_response(error_body(error), error.http_status, headers)
+
+
+def internal_error(error: Exception) -> InternalError:
+    """Log where an unexpected exception came from, without its text: that may hold a client's words."""
+    error_id = secrets.token_hex(6)
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    where = " > ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames)
+    log.error("internal_error", error_id=error_id, error_type=type(error).__name__, where=where)
+    return InternalError(f"internal error {error_id}")
+
+
+def guarded(endpoint: Endpoint) -> Endpoint:
+    """Answer errors in OpenAI's form; no exception leaves, and none shows its text."""
+
+    @wraps(endpoint)
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except PdserveError as error:
+            return error_response(error, request_id_of(request))
+        except Exception as error:
+            return error_response(internal_error(error), request_id_of(request))
+
+    return answer
+
+
+def request_id_of(request: Request) -> str:
+    """The client's X-Request-Id, echoed when it is printable and short, else a new one; the same for a request."""
+    stated = request.headers.get(REQUEST_ID_HEADER, "")
+    if _REQUEST_ID.fullmatch(stated):
+        return stated
+    if not hasattr(request.state, "request_id"):
+        request.state.request_id = f"req-{secrets.token_hex(12)}"
+    return str(request.state.request_id)
+
+
+def deadline_of(request: Request) -> float | None:
+    """Seconds that the client gives us, or None."""
+    stated = request.headers.get(TIMEOUT_HEADER)
+    if stated is None:
+        return None
+    try:
+        return float(stated)
+    except ValueError:
+        message = f"{TIMEOUT_HEADER} must be a number of seconds"
+        raise InvalidRequest(message, param=TIMEOUT_HEADER) from None
+
+
+async def read_json(request: Request, max_bytes: int) -> bytes:
+    """The body of a JSON request. Raises when it is something else, too large or too slow."""
+    try:
+        _check_headers(request, max_bytes)
+        async with asyncio.timeout(limits.BODY_TIMEOUT_S):
+            return await _read(request, max_bytes)
+    except TimeoutError:
+        raise BodyTimeout(f"the body did not arrive within {limits.BODY_TIMEOUT_S:g} s") from None
+    except (BodyTooLarge, UnsupportedMediaType):
+        await _discard(request)
+        raise
+
+
+def _check_headers(request: Request, max_bytes: int) -> None:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != JSON and not media_type.endswith("+json"):
+        raise UnsupportedMediaType(f"content-type must be {JSON}", param="content-type")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise UnsupportedMediaType("content-encoding is not supported", param="content-encoding")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    body = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise InvalidRequest("the client left before the body was complete")
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def _discard(request: Request) -> None:
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(_DISCARD_TIMEOUT_S):
+            while num_bytes < _MAX_DISCARDED_BYTES:
+                message = await request.receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {max_bytes} bytes")

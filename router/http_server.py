@@ -1,0 +1,78 @@
+"""The HTTP application: which path is answered by what. FastAPI is the shell; bodies are read and written as bytes.
+
+Nothing is derived from a schema at run time, and no page of the framework's own is offered.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.frontend import Frontend
+from router.http_admin import AdminEndpoints, AdminHooks
+from router.http_generation import GenerationEndpoints, HttpSettings
+from router.http_io import REQUEST_ID_HEADER, guarded, json_response, request_id_of
+from router.openai_responses import ErrorBody, ErrorInfo
+
+_ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks) -> FastAPI:
+    """All routes over one front end. Call it inside the event loop that serves."""
+    generation = GenerationEndpoints(frontend, settings)
+    admin = AdminEndpoints(frontend, hooks, settings.max_body_bytes)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.router.routes.extend([*_generation_routes(generation), *_probe_routes(admin), *_admin_routes(admin)])
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+def _generation_routes(generation: GenerationEndpoints) -> list[Route]:
+    return [
+        _route("/v1/chat/completions", generation.chat, "POST"),
+        _route("/v1/completions", generation.completions, "POST"),
+    ]
+
+
+def _probe_routes(admin: AdminEndpoints) -> list[Route]:
+    return [
+        _route("/health", admin.ready, "GET"),
+        _route("/ready", admin.ready, "GET"),
+        _route("/live", admin.live, "GET"),
+        _route("/ping", admin.ready, "GET", "POST"),
+        _route("/version", admin.version, "GET"),
+        _route("/load", admin.load, "GET"),
+        _route("/metrics", admin.metrics, "GET"),
+        _route("/v1/models", admin.models, "GET"),
+        _route("/v1/models/{model:path}", admin.model, "GET"),
+        _route("/tokenize", admin.tokenize, "POST"),
+        _route("/detokenize", admin.detokenize, "POST"),
+    ]
+
+
+def _admin_routes(admin: AdminEndpoints) -> list[Route]:
+    return [
+        _route("/admin/v1/state", admin.state, "GET"),
+        _route("/admin/v1/requests", admin.requests, "GET"),
+        _route("/admin/v1/requests/{request_id}", admin.request, "GET"),
+        _route("/admin/v1/workers/{worker_id}/drain", admin.drain, "POST"),
+        _route("/admin/v1/pools/{role}", admin.scale, "POST"),
+    ]
+
+
+def _route(path: str, endpoint: Callable[[Request], Awaitable[Response]], *methods: str) -> Route:
+    return Route(path, guarded(endpoint), methods=list(methods))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the framework itself refuses, in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    code = _ERROR_CODES.get(error.status_code, "bad_request")
+    body = ErrorBody(
+        ErrorInfo(f"{request.method} {request.url.path[:128]}: {error.detail}", "not_found_error", None, code)
+    )
+    headers = {REQUEST_ID_HEADER: request_id_of(request), **(error.headers or {})}
+    return json_response(body, error.status_code, headers)

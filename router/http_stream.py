@@ -1,0 +1,146 @@
+"""Answers that a client may leave before their end: server-sent events, and the wait for a whole answer.
+
+Owns the connection of one request: it sees the client leave (streaming or not), keeps idle streams alive with
+comments, and cuts a client that stopped reading.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from common.errors import PdserveError
+from router import limits
+from router.http_io import error_body, error_response, internal_error
+
+ResultT = TypeVar("ResultT")
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+# Line ends for `str.splitlines`, though not for JSON: a client that splits that way must not cut an event.
+_LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
+_encoder = msgspec.json.Encoder()
+
+
+class ClientGone(Exception):
+    """The client closed the connection, or stopped reading."""
+
+
+def sse_frame(value: object) -> bytes:
+    """One server-sent event."""
+    data = _encoder.encode(value)
+    if not data.isascii():
+        for raw, escaped in _LINE_ENDS:
+            data = data.replace(raw, escaped)
+    return b"data: %b\n\n" % data
+
+
+async def until_disconnected(
+    receive: Receive, work: Coroutine[Any, Any, ResultT], on_idle: Callable[[], Awaitable[None]], idle_s: float
+) -> ResultT:
+    """The result of `work`; raises ClientGone, and cancels it, when the client leaves first.
+
+    `on_idle` is called every `idle_s` while both are quiet.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_watch(receive, on_idle, idle_s))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _watch(receive: Receive, on_idle: Callable[[], Awaitable[None]], idle_s: float) -> None:
+    """Return when the client has left."""
+    while True:
+        try:
+            async with asyncio.timeout(idle_s):
+                if (await receive())["type"] == "http.disconnect":
+                    return
+        except TimeoutError:
+            await on_idle()
+
+
+class EventStream(Response):
+    """A stream of server-sent events from `frames`, made by the client's leaving into a cancelled generator.
+
+    Nothing is sent before the first frame or keep-alive, so that an error before it still has its HTTP status.
+    An error after it is one `error` event, and the stream ends without [DONE].
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        stream_headers: Callable[[], dict[str, str]],
+        request_id: str,
+        keep_alive_s: float,
+    ) -> None:
+        super().__init__()
+        self._frames = frames
+        self._stream_headers = stream_headers
+        self._request_id = request_id
+        self._keep_alive_s = keep_alive_s
+        self._lock = asyncio.Lock()
+        self._is_started = False
+        self._written_s = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def keep_alive() -> None:
+            if time.monotonic() - self._written_s >= self._keep_alive_s / 2:
+                await self._write(send, KEEP_ALIVE)
+
+        try:
+            await until_disconnected(receive, self._answer(scope, receive, send), keep_alive, self._keep_alive_s)
+        except ClientGone:
+            return
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._frames):
+                async for frame in self._frames:
+                    await self._write(send, frame)
+        except PdserveError as error:
+            await self._fail(error, scope, receive, send)
+        except ClientGone:
+            raise
+        except Exception as error:
+            await self._fail(internal_error(error), scope, receive, send)
+        else:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _fail(self, error: PdserveError, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._is_started:
+            await error_response(error, self._request_id)(scope, receive, send)
+            return
+        await self._write(send, sse_frame(error_body(error)), more_body=False)
+
+    async def _write(self, send: Send, data: bytes, *, more_body: bool = True) -> None:
+        async with self._lock:
+            try:
+                async with asyncio.timeout(limits.WRITE_TIMEOUT_S):
+                    await self._start(send)
+                    await send({"type": "http.response.body", "body": data, "more_body": more_body})
+            except TimeoutError:
+                raise ClientGone from None
+            self._written_s = time.monotonic()
+
+    async def _start(self, send: Send) -> None:
+        if self._is_started:
+            return
+        self._is_started = True
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        headers |= {"x-accel-buffering": "no", **self._stream_headers()}
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})

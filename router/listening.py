@@ -1,0 +1,72 @@
+"""Listens for HTTP: binds the port before anything else starts, and runs uvicorn on it inside our own loop."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+# Longer than the idle time of common proxies (Go's is 90 s): the proxy closes first, so no request meets a reset.
+_KEEP_ALIVE_TIMEOUT_S = 120
+_BACKLOG = 2048
+
+
+class PortInUse(Exception):
+    """Another process listens there. The message names the address and the flag to change it."""
+
+
+def bind(host: str, port: int, flag: str) -> socket.socket:
+    """A bound socket; port 0 asks for a free one. Raises PortInUse. Never shares a port with another process."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    # For the remains of our own closed connections; on Linux it does not let two processes listen.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise PortInUse(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another port with {flag}"
+        ) from error
+    return listener
+
+
+class HttpServer:
+    """uvicorn without its own signal handlers: when to stop is decided by `router.app`."""
+
+    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+        self._listener = listener
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # its errors print exceptions with their text
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_TIMEOUT_S,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    async def serve(self) -> None:
+        """Until `stop`."""
+        await self._server.serve(sockets=[self._listener])
+
+    def stop(self) -> None:
+        """Accept nothing more; open connections end within a second."""
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

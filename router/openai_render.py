@@ -1,0 +1,239 @@
+"""Writes updates of a request in the forms of the OpenAI API. Pure: no IO.
+
+A `Renderer` per kind of endpoint; the rest of the HTTP front end does not know chats from completions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from msgspec import UNSET, UnsetType
+
+from common.request import SampledToken
+from router.frontend import Summary
+from router.generation import RequestTimings
+from router.openai_responses import (
+    Answer,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    CompletionChoice,
+    CompletionLogprobs,
+    PromptTokensDetails,
+    RequestMetrics,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from router.text import ChoiceDelta, ChoiceEnd
+from router.token_text import TokenTexts
+
+# What clients know as "no value": JSON has no infinity.
+_NO_LOGPROB = -9999.0
+AnyChoice = CompletionChoice | ChatChoice | ChatChunkChoice
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """One choice of an answer that is sent at once: its parts so far."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
+    end: ChoiceEnd | None = None
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.texts.append(delta.text)
+        self.tokens += delta.tokens
+        self.end = delta.end or self.end
+
+
+@dataclass(frozen=True, slots=True)
+class RenderOptions:
+    has_logprobs: bool = False
+    num_top_logprobs: int = 0
+    return_token_ids: bool = False
+
+
+class Renderer(Protocol):
+    """`text_offset`: length of the choice's text before this part."""
+
+    whole_object: str
+    chunk_object: str
+
+    def opening(self, index: int) -> AnyChoice | None:
+        """The first chunk of a choice, if the form has one of its own."""
+        ...
+
+    def chunk(self, index: int, delta: ChoiceDelta, text_offset: int) -> AnyChoice: ...
+
+    def whole(self, choice: WholeChoice, text_offset: int) -> AnyChoice: ...
+
+
+class ChatRenderer:
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, options: RenderOptions, token_texts: TokenTexts) -> None:
+        self._options = options
+        self._token_texts = token_texts
+
+    def opening(self, index: int) -> ChatChunkChoice:
+        return ChatChunkChoice(index, ChatDelta(content="", role="assistant"), None, None)
+
+    def chunk(self, index: int, delta: ChoiceDelta, text_offset: int) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index,
+            ChatDelta(content=delta.text),
+            self._logprobs(delta.tokens),
+            finish_reason_of(delta.end),
+            UNSET if delta.end is None else stop_reason_of(delta.end),
+            token_ids_of(delta.tokens, self._options),
+        )
+
+    def whole(self, choice: WholeChoice, text_offset: int) -> ChatChoice:
+        return ChatChoice(
+            choice.index,
+            ChatMessage("".join(choice.texts)),
+            self._logprobs(choice.tokens),
+            finish_reason_of(choice.end),
+            stop_reason_of(choice.end),
+            token_ids_of(choice.tokens, self._options),
+        )
+
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> ChatLogprobs | None:
+        if not self._options.has_logprobs:
+            return None
+        return ChatLogprobs([self._token_logprob(token) for token in tokens])
+
+    def _token_logprob(self, token: SampledToken) -> TokenLogprob:
+        texts = self._token_texts
+        top = [
+            TopLogprob(texts.text(token_id), _finite(logprob), list(texts.raw(token_id)))
+            for token_id, logprob in token.top[: self._options.num_top_logprobs]
+        ]
+        raw = list(texts.raw(token.token_id))
+        return TokenLogprob(texts.text(token.token_id), _finite(token.logprob), raw, top)
+
+
+class CompletionRenderer:
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, options: RenderOptions, token_texts: TokenTexts) -> None:
+        self._options = options
+        self._token_texts = token_texts
+
+    def opening(self, index: int) -> None:
+        return None
+
+    def chunk(self, index: int, delta: ChoiceDelta, text_offset: int) -> CompletionChoice:
+        return CompletionChoice(
+            index,
+            delta.text,
+            self._logprobs(delta.tokens, text_offset),
+            finish_reason_of(delta.end),
+            stop_reason_of(delta.end),
+            token_ids_of(delta.tokens, self._options),
+        )
+
+    def whole(self, choice: WholeChoice, text_offset: int) -> CompletionChoice:
+        return CompletionChoice(
+            choice.index,
+            "".join(choice.texts),
+            self._logprobs(choice.tokens, text_offset),
+            finish_reason_of(choice.end),
+            stop_reason_of(choice.end),
+            token_ids_of(choice.tokens, self._options),
+        )
+
+    def _logprobs(self, tokens: Sequence[SampledToken], text_offset: int) -> CompletionLogprobs | None:
+        if not self._options.has_logprobs:
+            return None
+        texts = [self._token_texts.text(token.token_id) for token in tokens]
+        offsets = [text_offset]
+        for text in texts:
+            offsets.append(offsets[-1] + len(text))
+        return CompletionLogprobs(
+            texts, [_finite(token.logprob) for token in tokens], self._top_logprobs(tokens), offsets[:-1]
+        )
+
+    def _top_logprobs(self, tokens: Sequence[SampledToken]) -> list[dict[str, float]] | None:
+        num_top = self._options.num_top_logprobs
+        if num_top == 0:
+            return None
+        text = self._token_texts.text
+        return [{text(token_id): _finite(logprob) for token_id, logprob in token.top[:num_top]} for token in tokens]
+
+
+def usage_of(summaries: Sequence[Summary]) -> Usage:
+    """Of all prompts of a request together; the prompt's tokens count once, however many choices it has."""
+    prompt_tokens = sum(summary.num_prompt_tokens for summary in summaries)
+    completion_tokens = sum(summary.num_completion_tokens for summary in summaries)
+    cached = PromptTokensDetails(sum(summary.num_cached_tokens for summary in summaries))
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
+
+
+def metrics_of(timings: RequestTimings, num_completion_tokens: int) -> RequestMetrics:
+    after_first_s = max(0.0, timings.wall_s - timings.time_to_first_token_s)
+    hidden_s = max(0.0, timings.kv_transfer_s - timings.kv_exposed_s)
+    return RequestMetrics(
+        time_to_first_token_ms=_ms(timings.time_to_first_token_s),
+        wall_ms=_ms(timings.wall_s),
+        route_ms=_ms(timings.route_s),
+        queue_time_ms=_ms(timings.prefill_queue_s),
+        prefill_ms=_ms(timings.prefill_s),
+        kv_transfer_ms=_ms(timings.kv_transfer_s),
+        kv_exposed_ms=_ms(timings.kv_exposed_s),
+        kv_overlap_ratio=round(hidden_s / timings.kv_transfer_s, 4) if timings.kv_transfer_s > 0 else 1.0,
+        decode_queue_ms=_ms(timings.decode_queue_s),
+        decode_ms=_ms(timings.decode_s),
+        mean_itl_ms=_ms(after_first_s / max(1, num_completion_tokens - 1)),
+        tokens_per_second=round(num_completion_tokens / timings.wall_s, 3) if timings.wall_s > 0 else 0.0,
+        kv_bytes=timings.kv_bytes,
+        kv_chunks=timings.kv_chunks,
+        retries=timings.num_retries,
+    )
+
+
+def server_timing(timings: RequestTimings) -> str:
+    """The `Server-Timing` header, which browsers draw."""
+    parts = {
+        "route": timings.route_s,
+        "queue": timings.prefill_queue_s,
+        "prefill": timings.prefill_s,
+        "kv": timings.kv_exposed_s,
+        "decode_queue": timings.decode_queue_s,
+        "decode": timings.decode_s,
+    }
+    return ", ".join(f"{name};dur={_ms(seconds):g}" for name, seconds in parts.items())
+
+
+def finish_reason_of(end: ChoiceEnd | None) -> str | None:
+    if end is None:
+        return None
+    return end.reason.value if end.reason is not None else "abort"
+
+
+def stop_reason_of(end: ChoiceEnd | None) -> str | int | None:
+    """What the client itself asked to stop at, when that ended the choice."""
+    if end is None:
+        return None
+    return end.stop_string if end.stop_string is not None else end.stop_token_id
+
+
+def token_ids_of(tokens: Sequence[SampledToken], options: RenderOptions) -> list[int] | UnsetType:
+    return [token.token_id for token in tokens] if options.return_token_ids else UNSET
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def _finite(logprob: float | None) -> float:
+    return logprob if logprob is not None and logprob > _NO_LOGPROB else _NO_LOGPROB
+
+
+AnyAnswer = Answer[CompletionChoice] | Answer[ChatChoice] | Answer[ChatChunkChoice]

@@ -1,0 +1,85 @@
+"""The HTTP front end over a scripted service, on a real loopback port."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import httpx
+import openai
+
+from router.chat_template import ChatTemplate
+from router.frontend import Frontend
+from router.http_admin import AdminHooks
+from router.http_generation import HttpSettings
+from router.http_server import build_app
+from router.listening import HttpServer, bind
+from router.served_model import ServedModel
+from router.tokenizer import PromptTokenizer
+from router.validation import Validator
+from tests.router_front.scripted_service import ScriptedService
+from tests.router_front.tokenizers_for_tests import CHATML, EOS_ID, IM_END_ID, byte_ids, byte_tokenizer
+
+MODEL = ServedModel(
+    name="tiny",
+    path="/models/tiny",
+    architecture="llama",
+    max_model_len=512,
+    vocab_size=300,
+    eos_token_ids=(EOS_ID, IM_END_ID),
+    generation_defaults={},
+    created_s=1_700_000_000,
+)
+SETTINGS = HttpSettings(max_body_bytes=1 << 20, keep_alive_s=15.0)
+_TOKENIZER = byte_tokenizer()
+
+
+def ids(text: str) -> list[int]:
+    return byte_ids(_TOKENIZER, text)
+
+
+def build_frontend(service: ScriptedService, model: ServedModel = MODEL, deadline_s: float = 10.0) -> Frontend:
+    template = ChatTemplate(CHATML, {"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer = PromptTokenizer(_TOKENIZER, template)
+    return Frontend(service, tokenizer, model, Validator(model, deadline_s, random.Random(7)))
+
+
+@dataclass
+class HttpRig:
+    url: str
+    port: int
+    frontend: Frontend
+    client: httpx.AsyncClient
+    openai: openai.AsyncOpenAI
+    scaled: list[tuple[str, int]]
+
+    async def post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
+        return await self.client.post(path, json=body)
+
+
+@asynccontextmanager
+async def http_rig(
+    service: ScriptedService, settings: HttpSettings = SETTINGS, model: ServedModel = MODEL
+) -> AsyncIterator[HttpRig]:
+    frontend = build_frontend(service, model)
+    scaled: list[tuple[str, int]] = []
+
+    async def scale(role: str, replicas: int) -> None:
+        scaled.append((role, replicas))
+
+    hooks = AdminHooks(lambda: b"pdserve_requests_running 0\n", "0.1.0", scale)
+    server = HttpServer(build_app(frontend, settings, hooks), bind("127.0.0.1", 0, "--http-port"))
+    serving = asyncio.ensure_future(server.serve())
+    url = f"http://127.0.0.1:{server.port}"
+    async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+        sdk = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=10)
+        async with sdk:
+            yield HttpRig(url, server.port, frontend, client, sdk, scaled)
+    server.stop()
+    await serving
+    assert frontend.in_flight.num_requests == 0
+
+
+def with_settings(**changes: float) -> HttpSettings:
+    return replace(SETTINGS, **changes)
