@@ -1,0 +1,85 @@
+"""From configuration to a loaded model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.checkpoint import CheckpointError, open_checkpoint
+from common.config import ModelConfig, WorkerConfig
+from common.engine.loading import LoadedModel, load_model, pairing_info, resolve_attention, resolve_dtype
+from tests.tiny_model import TinyModel, write_tiny_model
+
+
+def load(path: Path, model: dict[str, Any] | None = None, **fields: Any) -> LoadedModel:
+    model_config = ModelConfig(path=str(path), **(model or {}))
+    return load_model(WorkerConfig(role="prefill", worker_id="p", model=model_config, **fields))
+
+
+def test_the_cache_takes_as_many_blocks_as_its_bytes_hold(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m")
+    loaded = load(path, dtype="float32", kv_cache_bytes=1 << 20, block_size=32)
+    block_bytes = 2 * 2 * 2 * 16 * 4 * 32
+    assert loaded.cache.num_blocks == (1 << 20) // block_bytes
+    assert loaded.cache.data.nbytes <= 1 << 20
+    assert load(path, num_blocks=7).cache.num_blocks == 7
+
+
+@pytest.mark.parametrize(
+    ("configured", "num_blocks", "expected"), [(0, 1000, 2048), (512, 1000, 512), (9999, 1000, 2048), (0, 10, 160)]
+)
+def test_sequences_are_bounded_by_wish_model_and_cache(
+    tmp_path: Path, configured: int, num_blocks: int, expected: int
+) -> None:
+    path = write_tiny_model(tmp_path / "m")
+    assert load(path, {"max_model_len": configured}, num_blocks=num_blocks).max_model_len == expected
+
+
+def test_the_served_name_is_the_configured_one_or_the_directorys(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "my-model")
+    assert load(path, num_blocks=2).served_name == "my-model"
+    assert load(path, {"served_name": "other"}, num_blocks=2).served_name == "other"
+
+
+def test_weights_and_cache_have_the_chosen_dtype(tmp_path: Path) -> None:
+    loaded = load(write_tiny_model(tmp_path / "m"), dtype="bfloat16", num_blocks=2)
+    assert loaded.dtype == loaded.cache.data.dtype == torch.bfloat16
+    assert ("dtype", "bfloat16") in loaded.pairing.fields
+
+
+def test_auto_is_bfloat16_exactly_where_the_hardware_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capabilities, expected in [
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": True}, torch.bfloat16),
+        ({"avx2": True, "avx512_bf16": False}, torch.float32),
+    ]:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
+        assert resolve_dtype("auto", "cpu") == expected
+    assert resolve_dtype("auto", "cuda") == torch.bfloat16
+    assert resolve_dtype("float32", "cuda") == torch.float32
+
+
+def test_auto_attention_needs_a_gpu_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_gpu, expected in [(True, "triton"), (False, "cpu")]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=has_gpu: found)
+        assert resolve_attention("auto") == expected
+        assert resolve_attention("cpu") == "cpu"
+
+
+def test_copies_of_a_model_pair_and_every_difference_is_named(tmp_path: Path) -> None:
+    def pairing(name: str, model: TinyModel, dtype: torch.dtype = torch.float32) -> Any:
+        return pairing_info(open_checkpoint(write_tiny_model(tmp_path / name, model)), dtype)
+
+    base = pairing("a", TinyModel())
+    assert base.mismatches(pairing("b", TinyModel())) == []
+    names = [mismatch.split(":")[0] for mismatch in base.mismatches(pairing("c", TinyModel(), torch.bfloat16))]
+    assert names == ["dtype"]
+    names = [mismatch.split(":")[0] for mismatch in base.mismatches(pairing("d", TinyModel(num_kv_heads=4)))]
+    assert names == ["model", "num_kv_heads"]
+    assert base.mismatches(pairing("e", TinyModel(seed=1))) != []
+
+
+def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no model at"):
+        load(tmp_path / "absent")
