@@ -1,0 +1,54 @@
+"""What one event tells the routers about tokens: reports first, then one batch per router. Pure: no IO."""
+
+from collections.abc import Iterable
+
+from common.ids import AttemptId, RouterId
+from common.messages import AttemptTokens, HandoffReport, TokenBatch
+from common.request import TokenEvent
+from decode_worker.attempt import Attempt
+from decode_worker.events import SendToRouter
+
+
+class Outbox:
+    """Collects during one `handle`; `flush` empties it."""
+
+    def __init__(self) -> None:
+        self._reports: dict[AttemptId, tuple[RouterId, HandoffReport]] = {}
+        self._tokens: dict[RouterId, dict[AttemptId, list[TokenEvent]]] = {}
+
+    def report(self, attempt: Attempt, local_prefill_s: float) -> None:
+        """How the attempt's prompt came here; once, before its first tokens."""
+        transfer = attempt.transfer
+        assert attempt.started_s is not None
+        report = HandoffReport(
+            attempt.attempt_id,
+            num_bytes=transfer.num_bytes if transfer else 0,
+            num_chunks=transfer.num_chunks if transfer else 0,
+            transfer_s=transfer.transfer_s if transfer else 0.0,
+            exposed_s=transfer.exposed_s if transfer else 0.0,
+            decode_queue_s=attempt.started_s - attempt.ready_s,
+            num_cached_tokens=attempt.num_cached_tokens,
+            is_local=attempt.is_local,
+            local_prefill_s=local_prefill_s,
+        )
+        self._reports[attempt.attempt_id] = (attempt.router_id, report)
+
+    def add(self, attempt: Attempt, events: Iterable[TokenEvent]) -> None:
+        attempts = self._tokens.setdefault(attempt.router_id, {})
+        attempts.setdefault(attempt.attempt_id, []).extend(events)
+
+    def forget(self, attempt_id: AttemptId) -> None:
+        """The attempt failed or was cancelled: what it made meanwhile is of no use."""
+        self._reports.pop(attempt_id, None)
+        for attempts in self._tokens.values():
+            attempts.pop(attempt_id, None)
+
+    def flush(self) -> list[SendToRouter]:
+        effects = [SendToRouter(router_id, report) for router_id, report in self._reports.values()]
+        for router_id, attempts in self._tokens.items():
+            if attempts:
+                batch = TokenBatch(tuple(AttemptTokens(a, tuple(events)) for a, events in attempts.items()))
+                effects.append(SendToRouter(router_id, batch))
+        self._reports.clear()
+        self._tokens.clear()
+        return effects

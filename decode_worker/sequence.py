@@ -1,0 +1,75 @@
+"""One stream of tokens on a decode worker: its facts and what follows from them. Pure: no IO.
+
+    WAITING --a slot, and blocks--> RUNNING --stop, length, cancel--> ENDED
+       ^                               |                                (gone when no step computes it)
+       +-----------preempted-----------+
+
+A WAITING sequence has blocks when its prompt was received or reserved here, and none after it was preempted: then all
+of its tokens are computed again, as a prefill. RUNNING ones have blocks for every token computed so far.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.engine.plan import ScheduledSequence, sample_spec
+from common.ids import BlockHash
+from common.request import SampledToken, TokenEvent, Work
+
+
+class SequencePhase(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+# (priority, order of arrival, choice): the smallest goes first, the largest is preempted first.
+Rank = tuple[int, int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The scheduler moves `phase`, `block_table` and the counts; the core appends tokens."""
+
+    sequence_id: int
+    work: Work
+    choices: tuple[int, ...]  # more than one only while the prompt they share is computed here
+    rank: Rank
+    hash_root: BlockHash
+    token_ids: list[int]  # prompt and output
+    hashes: list[BlockHash]  # of leading full blocks, as far as they were needed
+    block_table: tuple[int, ...] = ()
+    num_computed: int = 0  # tokens whose KV is in place; < len(token_ids), always
+    num_scheduled: int = 0  # tokens in the running step; 0 = not part of it
+    phase: SequencePhase = SequencePhase.WAITING
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to compute before the next one can be drawn."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_remaining == 1
+
+    def next_event(self, choice_idx: int, token: SampledToken) -> TokenEvent:
+        """`token` as the next one of a choice; with it, the choice may be finished."""
+        position = len(self.token_ids) - self.work.num_prompt_tokens
+        finish_reason = self.work.sampling.finish_reason(token.token_id, position + 1)
+        return TokenEvent(choice_idx, position, token, finish_reason)
+
+    def scheduled(self) -> ScheduledSequence:
+        """What the running step does with it."""
+        end = self.num_computed + self.num_scheduled
+        is_last = end == len(self.token_ids)
+        return ScheduledSequence(
+            sequence_id=self.sequence_id,
+            token_ids=tuple(self.token_ids[self.num_computed : end]),
+            start=self.num_computed,
+            block_table=self.block_table,
+            samples=tuple(sample_spec(self.work, c, self.token_ids) for c in self.choices) if is_last else (),
+        )
+
+    def __str__(self) -> str:
+        choices = ",".join(map(str, self.choices))
+        counts = f"computed {self.num_computed}/{len(self.token_ids)} in {len(self.block_table)} blocks"
+        return f"sequence {self.sequence_id} of {self.work.attempt_id} choice {choices} {self.phase} {counts}"

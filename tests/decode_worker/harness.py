@@ -1,0 +1,224 @@
+"""A decode core with a scripted receiver and hand-driven steps. Checks every invariant after every event."""
+
+from collections.abc import Iterator, Sequence
+
+from common.engine.plan import StepPlan
+from common.ids import AttemptId, RequestId, RouterId, TransferId, WorkerRef
+from common.kv.block_pool import BlockPool
+from common.messages import AttemptFailed, Cancel, Granted, HandoffReport, Refused, Reserve, TokenBatch, TransferFailed
+from common.request import FinishReason, SampledToken, SamplingParams, TokenEvent, Work
+from decode_worker.core import DecodeCore, DecodeLimits
+from decode_worker.events import (
+    DecodeEffect,
+    DecodeEvent,
+    MessageReceived,
+    RunStep,
+    SendToRouter,
+    StepFinished,
+)
+from kvtransfer.events import (
+    AttemptReleased,
+    CancelAnnounced,
+    Chunk,
+    ChunkWritten,
+    ExpectationWithdrawn,
+    FinishAnnounced,
+    FirstToken,
+    Outcome,
+    ReceiverEffect,
+    ReceiverEvent,
+    TransferExpected,
+    TransferFailedLocally,
+    TransferReceived,
+)
+from tests.simkit.fake_engine import FakeRunner, contents, expected_output
+
+ROUTER = RouterId("router")
+PREFILL = WorkerRef("p0", "1")
+CHUNK = Chunk(0, 0, 1, 0, 1, 1)
+Told = Granted | Refused | TokenBatch | HandoffReport | TransferFailed | AttemptFailed
+
+
+class ScriptedReceiver:
+    """FinishAnnounced completes a transfer, CancelAnnounced fails it; if `is_writing`, ChunkWritten ends a withdrawal."""
+
+    def __init__(self) -> None:
+        self.expected: dict[AttemptId, TransferExpected] = {}
+        self.withdrawn: set[AttemptId] = set()
+        self.is_writing = False
+
+    def handle(self, event: ReceiverEvent, now_s: float) -> Sequence[ReceiverEffect]:
+        match event:
+            case TransferExpected(attempt_id):
+                assert attempt_id not in self.expected
+                assert attempt_id not in self.withdrawn
+                self.expected[attempt_id] = event
+            case ExpectationWithdrawn(attempt_id):
+                del self.expected[attempt_id]
+                if not self.is_writing:
+                    return [AttemptReleased(attempt_id)]
+                self.withdrawn.add(attempt_id)
+            case FinishAnnounced(_, transfer_id) if self.expected.pop(transfer_id.attempt_id, None):
+                return [TransferReceived(transfer_id, event.tokens, 1000, 4, 0.5, 0.1)]
+            case CancelAnnounced(_, transfer_id, reason) if transfer_id.attempt_id in self.expected:
+                return [TransferFailedLocally(transfer_id, Outcome.CANCELLED, reason)]
+            case ChunkWritten(transfer_id) if transfer_id.attempt_id in self.withdrawn:
+                self.withdrawn.remove(transfer_id.attempt_id)
+                return [AttemptReleased(transfer_id.attempt_id)]
+        return []
+
+    def handle_deadline(self, now_s: float) -> Sequence[ReceiverEffect]:
+        return []
+
+    def next_deadline_s(self) -> float | None:
+        return None
+
+    def check_invariants(self) -> None:
+        pass
+
+
+class Bench:
+    """Drives one core. `now_s` is the clock; `told` is all that routers were sent; `plan` the running step."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        budget: int = 64,
+        max_num_seqs: int = 8,
+        max_num_waiting: int = 8,
+        reservation_timeout_s: float = 30.0,
+    ) -> None:
+        self.now_s = 100.0
+        self.pool = BlockPool(num_blocks, block_size)
+        self.receiver = ScriptedReceiver()
+        limits = DecodeLimits(budget, max_num_seqs, max_num_waiting, reservation_timeout_s)
+        self.core = DecodeCore(self.pool, self.receiver, limits, {"model": "m"})
+        self.runner = FakeRunner(block_size)
+        self.plan: StepPlan | None = None
+        self.effects: list[DecodeEffect] = []
+        self.told: list[Told] = []
+
+    # ---- events -------------------------------------------------------------------------------------
+
+    def handle(self, event: DecodeEvent) -> list[DecodeEffect]:
+        return self._perform(self.core.handle(event, self.now_s))
+
+    def advance(self, seconds: float) -> list[DecodeEffect]:
+        self.now_s += seconds
+        return self._perform(self.core.handle_deadline(self.now_s))
+
+    def reserve(self, work: Work, local: int = 0, router_id: RouterId = ROUTER) -> list[DecodeEffect]:
+        return self.handle(MessageReceived(router_id, Reserve(work, local)))
+
+    def cancel(self, name: str, choices: tuple[int, ...] = ()) -> list[DecodeEffect]:
+        return self.handle(MessageReceived(ROUTER, Cancel(attempt(name), choices)))
+
+    def deliver(self, work: Work, prefill_try: int = 0) -> list[DecodeEffect]:
+        """The prefill worker's part: the missing KV is in the blocks, the first tokens are announced."""
+        expected = self.receiver.expected[work.attempt_id]
+        values = contents(work.token_ids)
+        for position in range(expected.first_token, expected.num_tokens):
+            self.runner.kv.write(expected.block_table, position, values[position])
+        first = tuple(FirstToken(c, SampledToken(expected_output(work, c)[0])) for c in work.choices)
+        transfer_id = TransferId(work.attempt_id, prefill_try)
+        return self.handle(FinishAnnounced(PREFILL, transfer_id, 4, first))
+
+    def lose_transfer(self, name: str, prefill_try: int = 0) -> list[DecodeEffect]:
+        return self.handle(CancelAnnounced(PREFILL, TransferId(attempt(name), prefill_try), "gone"))
+
+    def finish_writing(self, name: str) -> list[DecodeEffect]:
+        return self.handle(ChunkWritten(TransferId(attempt(name), 0), 0))
+
+    def start(self, work: Work) -> None:
+        """Reserve and deliver at once."""
+        self.reserve(work)
+        assert isinstance(self.told[-1], Granted), self.told[-1]
+        self.deliver(work)
+
+    def step(self, seconds: float = 0.01) -> list[DecodeEffect]:
+        assert self.plan is not None, "no step is running"
+        plan, self.plan = self.plan, None
+        self.now_s += seconds
+        return self.handle(StepFinished(self.runner.run(plan)))
+
+    def run_all(self) -> None:
+        while self.plan is not None:
+            self.step()
+
+    # ---- what came out ------------------------------------------------------------------------------
+
+    def messages(self, name: str) -> list[Told]:
+        """Everything but tokens that was said of an attempt."""
+        told = [message for message in self.told if not isinstance(message, TokenBatch)]
+        return [message for message in told if message.attempt_id == attempt(name)]
+
+    def events(self, name: str, number: int = 0) -> Iterator[TokenEvent]:
+        for batch in self.told:
+            if isinstance(batch, TokenBatch):
+                for tokens in batch.attempts:
+                    if tokens.attempt_id == attempt(name, number):
+                        yield from tokens.tokens
+
+    def output(self, name: str, choice: int = 0, number: int = 0) -> list[int]:
+        """The tokens of one choice; asserts that positions follow one another and that nothing follows the finish."""
+        events = [event for event in self.events(name, number) if event.choice_idx == choice]
+        positions = [event.position for event in events]
+        assert positions == list(
+            range(positions[0] if positions else 0, (positions[0] if positions else 0) + len(events))
+        )
+        assert all(event.finish_reason is None for event in events[:-1])
+        return [event.token.token_id for event in events]
+
+    def finish_reason(self, name: str, choice: int = 0) -> FinishReason | None:
+        return [event for event in self.events(name) if event.choice_idx == choice][-1].finish_reason
+
+    def scheduled(self) -> dict[int, int]:
+        """{sequence id: tokens} of the running step."""
+        return {} if self.plan is None else {s.sequence_id: len(s.token_ids) for s in self.plan.sequences}
+
+    def counts(self) -> tuple[int, int]:
+        stats = self.pool.stats()
+        return stats.used, stats.held
+
+    def _perform(self, effects: list[DecodeEffect]) -> list[DecodeEffect]:
+        self.core.check_invariants()
+        for effect in effects:
+            if isinstance(effect, RunStep):
+                assert self.plan is None, "two steps at once"
+                self.plan = effect.plan
+            elif isinstance(effect, SendToRouter):
+                self.told.append(effect.message)
+        self.effects += effects
+        return effects
+
+
+def attempt(name: str, number: int = 0) -> AttemptId:
+    return AttemptId(RequestId(name), number)
+
+
+def tokens(num: int, first: int = 0) -> tuple[int, ...]:
+    return tuple(first + i for i in range(num))
+
+
+def job(
+    name: str,
+    token_ids: tuple[int, ...],
+    max_tokens: int = 8,
+    *,
+    number: int = 0,
+    choices: tuple[int, ...] = (0,),
+    priority: int = 0,
+    deadline_s: float = 600.0,
+    num_prompt_tokens: int | None = None,
+    sampling: SamplingParams | None = None,
+) -> Work:
+    return Work(
+        attempt(name, number),
+        token_ids,
+        num_prompt_tokens=len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
+        sampling=sampling or SamplingParams(seed=1, max_tokens=max_tokens),
+        choices=choices,
+        priority=priority,
+        deadline_s=deadline_s,
+    )
