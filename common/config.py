@@ -17,26 +17,21 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: str = Field(description="Hugging Face directory or GGUF file")
+    path: str = Field("", description="Hugging Face directory or GGUF file; empty = the demo model")
     served_name: str = Field("", description="name in the API; default: the file or directory name")
     max_model_len: int = Field(0, ge=0, description="longest sequence in tokens; 0 = the model's own limit")
 
 
-class WorkerConfig(BaseModel):
-    """One prefill or decode worker."""
+class WorkerSettings(BaseModel):
+    """What all workers of a pool share."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    role: Literal["prefill", "decode"]
-    worker_id: str
-    model: ModelConfig
     dtype: Dtype = "auto"
     attention: Attention = "auto"
     host: str = Field("127.0.0.1", description="address to bind and to advertise")
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = any free one")
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0 = any free one")
-    redis_url: str = ""
-    namespace: str = Field("pdserve", description="prefix of every Redis key: one per cluster")
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
     num_blocks: int = Field(0, ge=0, description="KV blocks; 0 = as many as kv_cache_bytes holds")
     kv_cache_bytes: int = Field(512 << 20, ge=1, description="memory for the KV cache")
@@ -53,12 +48,21 @@ class WorkerConfig(BaseModel):
     lease_s: float = Field(3.0, gt=0, description="registration in Redis; renewed every third of it")
 
 
-class RouterConfig(BaseModel):
-    """The router: both public APIs."""
+class WorkerConfig(WorkerSettings):
+    """One prefill or decode worker."""
+
+    role: Literal["prefill", "decode"]
+    worker_id: str
+    model: ModelConfig
+    redis_url: str = ""
+    namespace: str = "pdserve"
+
+
+class RouterSettings(BaseModel):
+    """Routers: both public APIs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: ModelConfig
     router_id: str = "router-0"
     host: str = "127.0.0.1"
     http_port: int = Field(8000, ge=0, le=65535)
@@ -66,8 +70,6 @@ class RouterConfig(BaseModel):
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="/metrics on a port of its own; None = on the HTTP port only"
     )
-    redis_url: str = ""
-    namespace: str = "pdserve"
     local_prefill_max_tokens: int = Field(0, ge=0, description="uncached tokens a decode worker prefills itself")
     max_num_queued: int = Field(256, ge=0, description="requests without a grant before new ones are refused")
     default_deadline_s: float = Field(600.0, gt=0)
@@ -77,3 +79,46 @@ class RouterConfig(BaseModel):
     max_body_bytes: int = Field(1 << 20, ge=1)
     sse_keep_alive_s: float = Field(15.0, gt=0)
     keep_requests: int = Field(1000, ge=0, description="finished requests kept for /admin/v1/requests")
+
+
+class RouterConfig(RouterSettings):
+    """One router."""
+
+    model: ModelConfig
+    redis_url: str = ""
+    namespace: str = "pdserve"
+
+
+class PoolSettings(BaseModel):
+    """How many workers a cluster starts with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prefill: int = Field(1, ge=0, le=1024)
+    decode: int = Field(1, ge=0, le=1024)
+    drain_grace_s: float = Field(30.0, ge=0, description="how long a worker that leaves may finish what it has")
+
+
+class ClusterConfig(BaseModel):
+    """A whole cluster: the tree that a configuration file, the environment and flags fill."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    redis_url: str = Field("", description="empty = start a Redis of our own (pdserve up)")
+    namespace: str = Field("pdserve", pattern=r"^[A-Za-z0-9._-]{1,128}$", description="prefix of every Redis key")
+    model: ModelConfig = ModelConfig()
+    pools: PoolSettings = PoolSettings()
+    router: RouterSettings = RouterSettings()
+    prefill_worker: WorkerSettings = WorkerSettings()
+    decode_worker: WorkerSettings = WorkerSettings()
+
+    def router_config(self) -> RouterConfig:
+        """What the router of this cluster needs to know."""
+        shared = {"model": self.model, "redis_url": self.redis_url, "namespace": self.namespace}
+        return RouterConfig(**self.router.model_dump(), **shared)
+
+    def worker_config(self, role: Literal["prefill", "decode"], worker_id: str) -> WorkerConfig:
+        """What one worker of this cluster needs to know."""
+        settings = self.prefill_worker if role == "prefill" else self.decode_worker
+        shared = {"model": self.model, "redis_url": self.redis_url, "namespace": self.namespace}
+        return WorkerConfig(**settings.model_dump(), **shared, role=role, worker_id=worker_id)
