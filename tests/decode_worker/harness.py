@@ -40,7 +40,7 @@ Told = Granted | Refused | TokenBatch | HandoffReport | TransferFailed | Attempt
 
 
 class ScriptedReceiver:
-    """FinishAnnounced completes a transfer, CancelAnnounced fails it; if `is_writing`, ChunkWritten ends a withdrawal."""
+    """FinishAnnounced completes, CancelAnnounced fails a transfer; if `is_writing`, ChunkWritten ends a withdrawal."""
 
     def __init__(self) -> None:
         self.expected: dict[AttemptId, TransferExpected] = {}
