@@ -9,8 +9,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import assert_never
 
-import structlog
-
 from common.errors import DeadlineExceeded, InvalidRequest, PdserveError
 from common.ids import RequestId
 from common.request import TokenEvent
@@ -24,8 +22,6 @@ from router.text import ChoiceDelta, ChoiceText
 from router.token_text import TokenTexts
 from router.tokenizer import PromptTokenizer
 from router.validation import Validator, ValidRequest
-
-log = structlog.get_logger()
 
 # The service ends a request at its deadline by itself; this is for one that does not.
 _DEADLINE_SLACK_S = 0.2
@@ -85,10 +81,10 @@ class Frontend:
             return await asyncio.to_thread(self._tokenize, prompt)
         return self._tokenize(prompt)
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
+    def detokenize(self, token_ids: Sequence[int], param: str) -> str:
         """Text of token ids, special tokens included. Raises InvalidRequest."""
         if any(not 0 <= token_id < self.model.vocab_size for token_id in token_ids):
-            raise InvalidRequest(f"tokens holds ids outside 0 ... {self.model.vocab_size - 1}", param="tokens")
+            raise InvalidRequest(f"{param} holds ids outside 0 ... {self.model.vocab_size - 1}", param=param)
         return self.tokenizer.decode(token_ids)
 
     async def run(self, request: ValidRequest) -> AsyncGenerator[Update, None]:

@@ -95,7 +95,7 @@ class AdminEndpoints:
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, _DETOKENIZE)
         self._frontend.validator.check_model(body.model or "")
-        return json_response({"prompt": self._frontend.detokenize(body.tokens)})
+        return json_response({"prompt": self._frontend.detokenize(body.tokens, "tokens")})
 
     async def state(self, request: Request) -> Response:
         return json_response(self._service.state())

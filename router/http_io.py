@@ -3,20 +3,17 @@
 import asyncio
 import re
 import secrets
-import traceback
 from collections.abc import Awaitable, Callable
 from functools import wraps
 
 import msgspec
-import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import BodyTooLarge, InvalidRequest, PdserveError
 from router import limits
+from router.error_reports import internal_error
 from router.openai_responses import ErrorBody, ErrorInfo
-
-log = structlog.get_logger()
 
 JSON = "application/json"
 REQUEST_ID_HEADER = "x-request-id"
@@ -42,10 +39,6 @@ class BodyTimeout(InvalidRequest):
     reason = "BODY_TIMEOUT"
 
 
-class InternalError(PdserveError):
-    """Something unexpected of ours. The message names an id that the log has too, and nothing else."""
-
-
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(_encoder.encode(value), status, headers, JSON)
 
@@ -62,15 +55,6 @@ def error_response(error: PdserveError, request_id: str) -> Response:
     if isinstance(error, BodyTooLarge | UnsupportedMediaType | BodyTimeout):
         headers["connection"] = "close"  # the rest of the body is not read
     return json_response(error_body(error), error.http_status, headers)
-
-
-def internal_error(error: Exception) -> InternalError:
-    """Log where an unexpected exception came from, without its text: that may hold a client's words."""
-    error_id = secrets.token_hex(6)
-    frames = traceback.extract_tb(error.__traceback__)[-4:]
-    where = " > ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames)
-    log.error("internal_error", error_id=error_id, error_type=type(error).__name__, where=where)
-    return InternalError(f"internal error {error_id}")
 
 
 def guarded(endpoint: Endpoint) -> Endpoint:

@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import PdserveError
 from router import limits
-from router.http_io import error_body, error_response, internal_error
+from router.error_reports import internal_error
+from router.http_io import error_body, error_response
 
 ResultT = TypeVar("ResultT")
 

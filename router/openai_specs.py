@@ -67,16 +67,21 @@ def chat_prompt(
     if len(messages) > limits.MAX_MESSAGES:
         raise InvalidRequest(f"messages holds more than {limits.MAX_MESSAGES} messages", param="messages")
     kwargs = template_kwargs or {}
-    for name in kwargs:
-        if name in _RESERVED_TEMPLATE_NAMES or not name.isidentifier():
-            raise InvalidRequest(f"chat_template_kwargs cannot set {name[:64]!r}", param="chat_template_kwargs")
-    if _is_deeper_than(kwargs, limits.MAX_JSON_DEPTH):
-        raise InvalidRequest("chat_template_kwargs is nested too deeply", param="chat_template_kwargs")
+    check_template_kwargs(kwargs, "chat_template_kwargs")
     return ChatPrompt(
         messages=tuple(_message(message, f"messages[{idx}]") for idx, message in enumerate(messages)),
         add_generation_prompt=add_generation_prompt is not False,
         template_kwargs=kwargs,
     )
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any], param: str) -> None:
+    """Raise when they would replace what the template gets from us, or nest too deeply."""
+    for name in kwargs:
+        if name in _RESERVED_TEMPLATE_NAMES or not name.isidentifier():
+            raise InvalidRequest(f"{param} cannot set {name[:64]!r}", param=param)
+    if _is_deeper_than(kwargs, limits.MAX_JSON_DEPTH):
+        raise InvalidRequest(f"{param} is nested too deeply", param=param)
 
 
 def _spec(

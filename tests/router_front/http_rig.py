@@ -4,7 +4,8 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import openai
@@ -20,6 +21,7 @@ from router.tokenizer import PromptTokenizer
 from router.validation import Validator
 from tests.router_front.scripted_service import ScriptedService
 from tests.router_front.tokenizers_for_tests import CHATML, EOS_ID, IM_END_ID, byte_ids, byte_tokenizer
+from tests.waiting import until
 
 MODEL = ServedModel(
     name="tiny",
@@ -45,13 +47,22 @@ def build_frontend(service: ScriptedService, model: ServedModel = MODEL, deadlin
     return Frontend(service, tokenizer, model, Validator(model, deadline_s, random.Random(7)))
 
 
+async def in_flight(frontend: Frontend, num_requests: int) -> None:
+    """Wait until exactly so many requests are being answered."""
+
+    async def is_so() -> bool:
+        return frontend.in_flight.num_requests == num_requests
+
+    await until(is_so, limit_s=5)
+
+
 @dataclass
 class HttpRig:
     url: str
     port: int
     frontend: Frontend
     client: httpx.AsyncClient
-    openai: openai.AsyncOpenAI
+    openai: Any  # openai.AsyncOpenAI, whose overloads take no dictionaries
     scaled: list[tuple[str, int]]
 
     async def post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
@@ -79,7 +90,3 @@ async def http_rig(
     server.stop()
     await serving
     assert frontend.in_flight.num_requests == 0
-
-
-def with_settings(**changes: float) -> HttpSettings:
-    return replace(SETTINGS, **changes)

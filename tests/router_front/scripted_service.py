@@ -76,17 +76,16 @@ class ScriptedService:
     async def submit(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
         self.submitted.append(request)
         cancellation = self._cancellations[request.request_id] = asyncio.Event()
-        try:
-            for event in deque(self.script(request)):
-                if isinstance(event, Pause):
-                    await cancellation.wait()
-                if cancellation.is_set():
-                    return
-                assert not isinstance(event, Pause)
-                yield event
-                await asyncio.sleep(0)
-        finally:
-            self._cancellations.pop(request.request_id, None)
+        for event in deque(self.script(request)):
+            if isinstance(event, Pause):
+                await cancellation.wait()
+            if cancellation.is_set():
+                return
+            assert not isinstance(event, Pause)
+            if isinstance(event, Finished | Failed):
+                del self._cancellations[request.request_id]
+            yield event
+            await asyncio.sleep(0)
 
     def stop_choice(self, request_id: RequestId, choice_idx: int) -> None:
         self.stopped.append((request_id, choice_idx))
@@ -94,7 +93,7 @@ class ScriptedService:
     def cancel(self, request_id: RequestId) -> None:
         if request_id in self._cancellations:
             self.cancelled.append(request_id)
-            self._cancellations[request_id].set()
+            self._cancellations.pop(request_id).set()
 
     def readiness(self) -> Readiness:
         return self.ready
