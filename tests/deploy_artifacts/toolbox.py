@@ -1,0 +1,70 @@
+"""The validators of deploy/: Helm, hadolint, kubernetes-validate, promql-parser.
+
+Installed once into `build/deploy-tools` by pip with pinned hashes, never into the environment of pdserve: together
+they are 200 MB, and hadolint is GPL.
+"""
+
+import hashlib
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "helm" / "pdserve"
+REQUIREMENTS = Path(__file__).with_name("tools.txt")
+HELM_SHA256 = "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9"
+INSTALL_TIMEOUT_S = 240
+
+
+class ToolsMissing(Exception):
+    """The validators cannot be had here; the message says why."""
+
+
+def install() -> Path:
+    """The directory with the validators, installed when it is not there yet."""
+    version = hashlib.sha256(REQUIREMENTS.read_bytes() + sys.version.encode()).hexdigest()[:12]
+    target = ROOT / "build" / "deploy-tools" / version
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        site = Path(scratch) / "site"
+        _pip_install(site)
+        _unpack_helm(site)
+        try:
+            site.rename(target)
+        except OSError:  # another test process was faster
+            assert target.is_dir()
+    return target
+
+
+def _pip_install(site: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--require-hashes", "--target", str(site), "-r", str(REQUIREMENTS)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ToolsMissing(f"pip did not install {REQUIREMENTS.name} within {INSTALL_TIMEOUT_S} s") from None
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr]
+        if "HASH" in done.stderr.upper() and "DO NOT MATCH" in done.stderr.upper():
+            raise AssertionError(errors)
+        raise ToolsMissing(f"pip cannot install {REQUIREMENTS.name}: {errors[0]}")
+
+
+def _unpack_helm(site: Path) -> None:
+    """Helm lies in a zip in a tarball in the package."""
+    (package,) = (site / "aws_cdk").glob("*/_jsii/*.tgz")
+    with tarfile.open(package) as archive:
+        layer = archive.extractfile("package/lib/layer.zip")
+        assert layer is not None
+        helm = zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm")
+    assert hashlib.sha256(helm).hexdigest() == HELM_SHA256
+    package.unlink()
+    (site / "bin" / "helm").write_bytes(helm)
+    os.chmod(site / "bin" / "helm", 0o755)
