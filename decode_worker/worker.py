@@ -30,6 +30,7 @@ from kvtransfer.events import DiscardChunk, DropPeer, PostReceive, SendAcknowled
 from kvtransfer.plan import ChunkPlanner
 from kvtransfer.receiver import ReceiverCore
 from kvtransfer.receiver_session import ReceiverSessions
+from kvtransfer.session import SessionSettings
 
 
 async def serve(config: WorkerConfig, control: WorkerControl) -> None:
@@ -46,7 +47,7 @@ class DecodeWorker:
         self._pool = around.new_pool()
         self._core = DecodeCore(self._pool, _receiver_core(around), DecodeLimits.of(around.config), around.hash_fields)
         self._loop: CoreLoop[DecodeEvent, DecodeEffect] = CoreLoop(self._core, self._perform)
-        self._sessions = ReceiverSessions(around.session_settings(), self._loop.post)
+        self._sessions = ReceiverSessions(_session_settings(around), self._loop.post)
         self._sessions.add_to(around.server)
         self._compute = ComputeThread(around.loaded.runner, self._on_step_finished, self._on_step_failed)
 
@@ -109,3 +110,17 @@ def _receiver_core(around: Surroundings) -> ReceiverCore:
     config, shape = around.config, around.loaded.cache.shape
     planner = ChunkPlanner(shape.num_layers, shape.bytes_per_token // shape.num_layers, config.min_chunk_bytes)
     return ReceiverCore(planner, config.max_inflight_bytes, config.link_timeout_s)
+
+
+def _session_settings(around: Surroundings) -> SessionSettings:
+    config, loaded = around.config, around.loaded
+    return SessionSettings(
+        ref=around.ref,
+        pairing=loaded.pairing,
+        kv=loaded.cache.data,
+        host=config.host,
+        transport=config.transport,
+        digest=config.digest,
+        max_inflight_bytes=config.max_inflight_bytes,
+        link_timeout_s=config.link_timeout_s,
+    )

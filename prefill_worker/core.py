@@ -158,20 +158,30 @@ class PrefillCore:
         self._scheduler.add(request)
 
     def _refusal(self, message: Prefill) -> Refused | None:
-        work = message.work
-        num_tokens = len(work.token_ids)
+        attempt_id, prefill_try = message.work.attempt_id, message.prefill_try
+        problem = self._permanent_problem(message)
+        if problem is not None:
+            return Refused(attempt_id, problem, is_retryable=False, prefill_try=prefill_try)
+        problem = self._passing_problem(TransferId(attempt_id, prefill_try))
+        if problem is not None:
+            return Refused(attempt_id, problem, is_retryable=True, prefill_try=prefill_try)
+        return None
+
+    def _permanent_problem(self, message: Prefill) -> str | None:
+        num_tokens = len(message.work.token_ids)
         if not 0 <= message.first_missing_token < num_tokens:
-            reason = f"first missing token {message.first_missing_token} of {num_tokens}"
-            return Refused(work.attempt_id, reason, is_retryable=False)
+            return f"first missing token {message.first_missing_token} of {num_tokens}"
         if not self._scheduler.can_ever_fit(num_tokens):
-            capacity = self._pool.num_blocks * self._pool.block_size
-            return Refused(work.attempt_id, f"{num_tokens} tokens never fit in {capacity}", is_retryable=False)
+            return f"{num_tokens} tokens never fit in {self._pool.num_blocks * self._pool.block_size}"
+        return None
+
+    def _passing_problem(self, transfer_id: TransferId) -> str | None:
         if self._drain_deadline_s is not None:
-            return Refused(work.attempt_id, "draining", is_retryable=True)
+            return "draining"
         if self._scheduler.is_full:
-            return Refused(work.attempt_id, "queue full", is_retryable=True)
-        if TransferId(work.attempt_id, message.prefill_try) in self._requests:
-            return Refused(work.attempt_id, "the same try is still ending", is_retryable=True)
+            return "queue full"
+        if transfer_id in self._requests:
+            return "the same try is still ending"
         return None
 
     def _new_request(self, router_id: RouterId, message: Prefill, now_s: float) -> PrefillRequest:
@@ -326,7 +336,7 @@ class PrefillCore:
     def _fail(self, request: PrefillRequest, reason: str, now_s: float, *, is_retryable: bool) -> None:
         """End a request and say so, unless the router already has what it asked for."""
         if request.phase is not Phase.COMPUTED:
-            failed = AttemptFailed(request.work.attempt_id, reason, is_retryable)
+            failed = AttemptFailed(request.work.attempt_id, reason, is_retryable, request.message.prefill_try)
             self._effects.append(SendToRouter(request.router_id, failed))
         self._end(request, reason, now_s)
 

@@ -16,6 +16,7 @@ from kvtransfer.events import ConnectPeer, DropPeer, SendCancel, SendChunk, Send
 from kvtransfer.plan import ChunkPlanner
 from kvtransfer.sender import SenderCore
 from kvtransfer.sender_session import SenderSessions
+from kvtransfer.session import SessionSettings
 from prefill_worker.core import PrefillCore, PrefillLimits
 from prefill_worker.events import (
     Drained,
@@ -48,7 +49,7 @@ class PrefillWorker:
         limits, num_layers = PrefillLimits.of(around.config), around.loaded.cache.shape.num_layers
         self._core = PrefillCore(self._pool, _sender_core(around), limits, around.hash_fields, num_layers)
         self._loop: CoreLoop[PrefillEvent, PrefillEffect] = CoreLoop(self._core, self._perform)
-        self._sessions = SenderSessions(around.session_settings(), self._loop.post)
+        self._sessions = SenderSessions(_session_settings(around), self._loop.post)
         self._compute = ComputeThread(around.loaded.runner, self._on_step_finished, self._on_step_failed)
 
     def on_message(self, router_id: RouterId, message: Reserve | Prefill | Cancel | Drain) -> None:
@@ -110,3 +111,17 @@ def _sender_core(around: Surroundings) -> SenderCore:
     config, shape = around.config, around.loaded.cache.shape
     planner = ChunkPlanner(shape.num_layers, shape.bytes_per_token // shape.num_layers, config.min_chunk_bytes)
     return SenderCore(planner, config.max_inflight_bytes, config.link_timeout_s)
+
+
+def _session_settings(around: Surroundings) -> SessionSettings:
+    config, loaded = around.config, around.loaded
+    return SessionSettings(
+        ref=around.ref,
+        pairing=loaded.pairing,
+        kv=loaded.cache.data,
+        host=config.host,
+        transport=config.transport,
+        digest=config.digest,
+        max_inflight_bytes=config.max_inflight_bytes,
+        link_timeout_s=config.link_timeout_s,
+    )

@@ -28,6 +28,8 @@ from common.telemetry.metrics import Metrics
 from common.worker.router_streams import RouterStreams
 
 STATS_INTERVAL_S = 0.25
+# Generated code has no types.
+_add_to_server: Any = worker_pb2_grpc.add_WorkerServiceServicer_to_server
 SERVER_STOP_GRACE_S = 1.0
 
 
@@ -133,7 +135,7 @@ async def run_worker(config: WorkerConfig, control: WorkerControl, build: Build)
     around.index = presence
     role = build(around)
     role_box.append(role)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(around.streams, server)
+    _add_to_server(around.streams, server)
     await server.start()
     metrics_port = metrics.serve(config.host, config.metrics_port)
     await presence.start()
@@ -163,7 +165,7 @@ def _describe(around: Surroundings, address: str) -> WorkerInfo:
         max_num_seqs=config.max_num_seqs,
         pid=os.getpid(),
         pairing=loaded.pairing,
-        handoff_address=address if config.role == Role.DECODE else "",
+        handoff_address=address if config.role == "decode" else "",
         device=loaded.device,
     )
 

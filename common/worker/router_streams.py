@@ -78,9 +78,10 @@ class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
                 message = router_message_from_pb(await anext(requests))
         except (TimeoutError, StopAsyncIteration, ValueError):
             message = None
-        if not isinstance(message, RouterHello):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected RouterHello first")
-        return message.router_id
+        if isinstance(message, RouterHello):
+            return message.router_id
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected RouterHello first")
+        raise AssertionError("abort always raises")
 
     async def _read(
         self,

@@ -370,7 +370,7 @@ class HandoffWorld:
         for effect in effects:
             self._perform_receiver_effect(effect)
 
-    def _perform_receiver_effect(self, effect: ReceiverEffect) -> None:
+    def _perform_receiver_effect(self, effect: ReceiverEffect) -> None:  # noqa: C901 (one case per effect)
         match effect:
             case PostReceive(peer):
                 if (session := self._session_of_receiver(peer)) is not None:
