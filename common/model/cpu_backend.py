@@ -1,7 +1,7 @@
 """AttentionBackend for CPUs: torch operators over gathered slots.
 
 Decode rows of a batch are attended together; the query heads that share a KV head stand in the query axis, so KV
-is never repeated. Prefill runs go one sequence at a time through torch's flash attention.
+is never repeated. Prefill runs go one sequence at a time through `causal_attention`.
 """
 
 import torch
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from common.model.backend import AttentionBatch
 from common.model.cpu_plan import CpuPlan, DecodeGroup, PrefillRun, plan_batch
+from common.model.cpu_prefill import causal_attention
 
 
 class CpuBackend:
@@ -87,14 +88,5 @@ def _attend_group(q: torch.Tensor, kv: torch.Tensor, group: DecodeGroup, scale: 
 
 
 def _attend_run(q: torch.Tensor, kv: torch.Tensor, run: PrefillRun, scale: float) -> torch.Tensor:
-    k, v = (slots.index_select(0, run.slots).transpose(0, 1) for slots in (k_slots(kv), v_slots(kv)))
-    output = F.scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0),
-        k.unsqueeze(0),
-        v.unsqueeze(0),
-        attn_mask=run.mask,
-        is_causal=run.mask is None,
-        scale=scale,
-        enable_gqa=True,
-    )
-    return output.squeeze(0).transpose(0, 1)
+    k, v = (slots.index_select(0, run.slots) for slots in (k_slots(kv), v_slots(kv)))
+    return causal_attention(q, k, v, scale)

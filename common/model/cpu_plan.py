@@ -31,7 +31,6 @@ class PrefillRun:
     first_row: int
     last_row: int
     slots: torch.Tensor  # [seq_len] int64
-    mask: torch.Tensor | None  # [num_new, seq_len]: 0 or -inf; None when nothing is cached: plain causal
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def plan_batch(batch: AttentionBatch, cos_sin: torch.Tensor, block_size: int, dt
         written_rows=written_rows,
         written_slots=batch.slot_mapping if written_rows is None else batch.slot_mapping[written_rows],
         decode_groups=[_decode_group(batch, seqs, block_size, dtype) for seqs in group_by_length(decode, lens)],
-        prefill_runs=[_prefill_run(batch, seq, starts[seq], num_new[seq], block_size, dtype) for seq in prefill],
+        prefill_runs=[_prefill_run(batch, seq, starts[seq], num_new[seq], block_size) for seq in prefill],
     )
 
 
@@ -96,12 +95,7 @@ def _decode_group(batch: AttentionBatch, seqs: list[int], block_size: int, dtype
     )
 
 
-def _prefill_run(
-    batch: AttentionBatch, seq: int, first_row: int, num_new: int, block_size: int, dtype: torch.dtype
-) -> PrefillRun:
+def _prefill_run(batch: AttentionBatch, seq: int, first_row: int, num_new: int, block_size: int) -> PrefillRun:
     seq_len = int(batch.seq_lens[seq])
     slots = slots_of(batch.block_tables[seq : seq + 1], seq_len, block_size).squeeze(0)
-    mask = None
-    if seq_len > num_new:
-        mask = torch.full((num_new, seq_len), float("-inf"), dtype=dtype).triu_(seq_len - num_new + 1)
-    return PrefillRun(first_row, first_row + num_new, slots, mask)
+    return PrefillRun(first_row, first_row + num_new, slots)
