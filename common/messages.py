@@ -158,7 +158,7 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """The attempt is over on this worker and everything it held is free.
+    """The attempt is over on this worker; what it held is free, or will be when a running step or transfer ends.
 
     A prefill worker names the try it speaks of, so that its answer cannot end a later try; decode workers leave
     `prefill_try` None.

@@ -499,6 +499,17 @@ def test_row_that_is_not_finite_fails_its_attempt_alone_and_is_never_hit_again()
     assert bench.messages("c") == [Granted(attempt("c"), 0, is_local=False)]
 
 
+def test_tokens_of_the_step_that_fails_an_attempt_are_not_told() -> None:
+    bench = Bench()
+    bench.start(job("a", tokens(40), choices=(0, 1)))
+    bench.step()
+    num_events = len(list(bench.events("a")))
+    bench.runner.nan_sequences = {2}
+    bench.step()
+    assert isinstance(bench.told[-1], AttemptFailed)
+    assert len(list(bench.events("a"))) == num_events
+
+
 def test_failed_step_fails_its_attempts_retryable_and_the_worker_goes_on() -> None:
     bench = Bench()
     bench.start(job("a", tokens(40), choices=(0, 1)))

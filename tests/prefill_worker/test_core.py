@@ -246,6 +246,7 @@ def test_replay_samples_at_the_next_output_position_with_its_tokens() -> None:
 def refusal(bench: Bench, name: str) -> tuple[str, bool]:
     (message,) = bench.messages(name)
     assert isinstance(message, Refused)
+    assert message.prefill_try == 0
     return message.reason, message.is_retryable
 
 
@@ -304,7 +305,7 @@ def test_what_is_left_at_the_end_of_the_grace_fails_retryable() -> None:
     bench.handle(DrainRequested(1.0))
     assert bench.core.next_deadline_s() == bench.now_s + 1.0
     effects = bench.advance(1.0)
-    assert effects == [SendToRouter(ROUTER, AttemptFailed(attempt("a"), "draining", True)), Drained()]
+    assert effects == [SendToRouter(ROUTER, AttemptFailed(attempt("a"), "draining", True, 0)), Drained()]
     bench.step()
     assert bench.counts() == (0, 0)
 
@@ -378,7 +379,7 @@ def test_deadline_fails_the_request_for_good() -> None:
     bench.prefill(prompt("a", tokens(100), deadline_s=5.0))
     assert bench.core.next_deadline_s() == bench.now_s + 5.0
     bench.advance(5.0)
-    assert bench.messages("a") == [AttemptFailed(attempt("a"), "deadline", False)]
+    assert bench.messages("a") == [AttemptFailed(attempt("a"), "deadline", False, 0)]
     bench.step()
     assert bench.counts() == (0, 0)
     assert bench.plan is None
@@ -408,7 +409,7 @@ def test_transfer_that_fails_while_computing_aborts_the_computation() -> None:
     bench = Bench()
     bench.prefill(prompt("a", tokens(200)))
     bench.lose_transfer("a")
-    assert bench.messages("a") == [AttemptFailed(attempt("a"), "transfer: cancelled scripted", True)]
+    assert bench.messages("a") == [AttemptFailed(attempt("a"), "transfer: cancelled scripted", True, 0)]
     bench.step()
     assert bench.plan is None
     assert bench.counts() == (0, 0)
@@ -418,7 +419,7 @@ def test_transfer_that_fails_at_its_start_is_an_ordinary_failure() -> None:
     bench = Bench()
     bench.sender.ends_at_start = True
     bench.prefill(prompt("a", tokens(20)))
-    assert bench.messages("a") == [AttemptFailed(attempt("a"), "transfer: link_lost scripted", True)]
+    assert bench.messages("a") == [AttemptFailed(attempt("a"), "transfer: link_lost scripted", True, 0)]
     bench.run_all()
     assert bench.counts() == (0, 0)
 
@@ -440,7 +441,7 @@ def test_row_that_is_not_finite_fails_alone_and_is_never_hit_again() -> None:
     assert bench.plan is not None
     bench.runner.nan_sequences = {2}
     bench.run_all()
-    assert bench.messages("a") == [AttemptFailed(attempt("a"), "logits are not finite", False)]
+    assert bench.messages("a") == [AttemptFailed(attempt("a"), "logits are not finite", False, 0)]
     assert isinstance(bench.messages("b")[0], FirstTokens)
     bench.runner.nan_sequences = set()
     bench.prefill(prompt("c", tokens(64)))
@@ -456,7 +457,7 @@ def test_failed_step_fails_its_requests_and_the_worker_goes_on() -> None:
     assert bench.plan is not None
     plan, bench.plan = bench.plan, None
     bench.handle(StepFailed(plan.step_id, "OutOfMemoryError"))
-    assert bench.messages("b") == [AttemptFailed(attempt("b"), "step failed: OutOfMemoryError", True)]
+    assert bench.messages("b") == [AttemptFailed(attempt("b"), "step failed: OutOfMemoryError", True, 0)]
     bench.run_all()
     bench.prefill(prompt("b2", tokens(30, first=200)))
     bench.run_all()
