@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check proto bench gpu sim clean install lines
+.PHONY: demo test check proto aot bench gpu sim clean install lines
 
 install: $(STAMP)
 
@@ -29,6 +29,14 @@ check: install
 
 proto: install
 	@$(BIN)/python -m tests.tools.check_proto --write
+
+# Compiles every kernel for four targets without a GPU and checks what came out.
+aot: install
+	@$(BIN)/python -m tests.tools.kernel_table
+
+# On a machine with a GPU: every kernel against its reference, and its speed. Says so where there is none.
+gpu: install
+	@$(BIN)/python -m tests.gpu.run_gpu
 
 lines: install
 	@$(BIN)/python -m tests.tools.lines

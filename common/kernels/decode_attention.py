@@ -5,6 +5,8 @@ KV head, a second kernel merges the splits. Splits have a fixed length in tokens
 depend on what else is in the batch.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,22 @@ from common.model.backend import AttentionBatch
 decode_attention_reference = paged_attention_reference
 
 SPLIT_LEN = 256  # partial results are group / SPLIT_LEN of the KV traffic: 3 % at 8 heads per KV head
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """Keys of a tile, and how a program runs."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_tiles(head_dim: int, dtype: torch.dtype) -> DecodeTiles:
+    """Sized so that nothing spills on any target of tests/tools/kernel_table.py."""
+    if dtype == torch.float32:
+        return DecodeTiles(block_n=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
+    return DecodeTiles(block_n=64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
 
 
 @jit
@@ -155,6 +173,7 @@ def decode_attention(
     num_splits = max(1, triton.cdiv(batch.max_seq_len, SPLIT_LEN))
     group = num_heads // num_kv_heads
     dim_tile = triton.next_power_of_2(head_dim)
+    tiles = decode_tiles(head_dim, q.dtype)
     partial = torch.empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
     log_sum = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=q.device)
     launch(
@@ -162,8 +181,8 @@ def decode_attention(
         partial, log_sum, q, kv[0], kv[1], batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, scale,
         q.stride(0), q.stride(1), batch.block_tables.stride(0),
         GROUP=group, GROUP_TILE=max(16, triton.next_power_of_2(group)), BLOCK_SIZE=block_size,
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, BLOCK_N=32 if head_dim > 128 else 64,
-        SPLIT=SPLIT_LEN, WINDOW=window, SOFT_CAP=soft_cap, num_warps=4, num_stages=3,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, BLOCK_N=tiles.block_n,
+        SPLIT=SPLIT_LEN, WINDOW=window, SOFT_CAP=soft_cap, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(

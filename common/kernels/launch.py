@@ -39,6 +39,14 @@ def is_interpreted() -> bool:
     return not isinstance(_probe, triton.runtime.JITFunction)
 
 
+def nvidia_arch() -> int:
+    """80, 90, 100 and so on for the current NVIDIA GPU; 0 for another maker's, and under the interpreter."""
+    if is_interpreted():
+        return 0
+    target = triton.runtime.driver.active.get_current_target()
+    return int(target.arch) if target.backend == "cuda" else 0
+
+
 def launch(kernel: Kernel, grid: tuple[int, ...], device: torch.device, *args: Any, **meta: Any) -> None:
     """Launch on `device`'s current stream; an empty grid is no launch."""
     if 0 in grid:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from common.kernels.launch import jit, launch
 
-TOKEN_TILE = 8
+TOKEN_TILE = 16
 
 
 def rope_and_write_reference(
@@ -122,12 +122,14 @@ def rope_and_write(
     num_kv_heads = k.shape[1]
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q, k, v))
     assert head_dim % 2 == 0
+    dim_tile = triton.next_power_of_2(head_dim)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(
         rope_and_write_kernel, (triton.cdiv(num_tokens, TOKEN_TILE), num_kv_heads), q.device,
         q_out, q, k, v, cos_sin, positions, kv[0], kv[1], slot_mapping, num_tokens,
         q.stride(0), k.stride(0), v.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        DIM_TILE=triton.next_power_of_2(head_dim), TOKENS=TOKEN_TILE, num_warps=4,
+        DIM_TILE=dim_tile, TOKENS=TOKEN_TILE,
+        num_warps=max(1, dim_tile // 64),  # 8 elements per thread and load also where a warp has 64 threads
     )  # fmt: skip
     return q_out

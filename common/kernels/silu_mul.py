@@ -47,6 +47,6 @@ def silu_mul(
     tile = min(DIM_TILE, triton.next_power_of_2(size))
     launch(
         silu_mul_kernel, (num_tokens, triton.cdiv(size, tile)), gate.device,
-        out, gate, up, gate.stride(0), up.stride(0), SIZE=size, TILE=tile, num_warps=4,
+        out, gate, up, gate.stride(0), up.stride(0), SIZE=size, TILE=tile, num_warps=2,
     )  # fmt: skip
     return out
