@@ -185,11 +185,13 @@ class SenderCore:
 
     def _decide(self, transfer: Transfer, outcome: Outcome, reason: str) -> None:
         """No more chunks; the transfer ends when no pack reads its blocks."""
+        transfer.state, transfer.outcome, transfer.reason = TransferState.ENDING, outcome, reason
+        peer = self._peer_of(transfer)
         if transfer.queue:
             transfer.queue.clear()
-            self._peer_of(transfer).rotation.remove(transfer.transfer_id)
-        transfer.state, transfer.outcome, transfer.reason = TransferState.ENDING, outcome, reason
+            peer.rotation.remove(transfer.transfer_id)
         self._end_if_unread(transfer)
+        self._pump(peer)  # a smaller chunk of another transfer may fit now
 
     def _end_if_unread(self, transfer: Transfer) -> None:
         if transfer.state is TransferState.ENDING and transfer.num_unpacked == 0:

@@ -1,0 +1,193 @@
+"""A chunk's bytes: header, digest, and every planted fault that must be seen."""
+
+import pytest
+import torch
+
+from kvtransfer import payload
+from kvtransfer.cache_rows import CacheRows, NumpyRows, TorchRows, bytes_per_token_layer, cache_rows
+from kvtransfer.codec import ChunkCodec
+from kvtransfer.events import Chunk
+from kvtransfer.plan import HEADER_BYTES, ChunkPlanner
+from kvtransfer.staging import StagingPool
+from tests.kvtransfer.cluster import new_cache, new_transfer_id, put_rows, request_rows, rows_of
+
+KEY = bytes(range(32))
+TRANSFER = new_transfer_id("r1")
+
+
+def chunk_of(kv: torch.Tensor, layers: tuple[int, int], tokens: tuple[int, int], seq: int = 0) -> Chunk:
+    planner = ChunkPlanner(kv.shape[0], bytes_per_token_layer(kv), 1)
+    return Chunk(seq, *layers, *tokens, planner.num_bytes(layers[1] - layers[0], tokens[1] - tokens[0]))
+
+
+@pytest.mark.parametrize("rows_type", [NumpyRows, TorchRows])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_sizes", [(16, 32), (32, 16), (16, 16), (8, 64)])
+@pytest.mark.parametrize("tokens", [(0, 1), (0, 16), (15, 17), (5, 100), (31, 33), (96, 100)])
+def test_a_chunk_survives_the_way_between_block_sizes(
+    rows_type: type[NumpyRows] | type[TorchRows],
+    dtype: torch.dtype,
+    block_sizes: tuple[int, int],
+    tokens: tuple[int, int],
+) -> None:
+    source, target = (new_cache(size).to(dtype) for size in block_sizes)
+    rows = request_rows(1, 100).to(dtype)
+    source_table = tuple(range(100 // block_sizes[0], -1, -1))
+    target_table = tuple(range(1, 100 // block_sizes[1] + 2))
+    for layer in range(4):
+        put_rows(source, source_table, layer, 0, rows[layer])
+    chunk = chunk_of(source, (1, 3), tokens)
+    data = torch.empty(chunk.num_bytes - HEADER_BYTES, dtype=torch.uint8)
+    rows_type(source).gather(chunk, source_table, data)
+    rows_type(target).scatter(chunk, target_table, data)
+    expected = torch.zeros_like(rows)
+    expected[1:3, :, tokens[0] : tokens[1]] = rows[1:3, :, tokens[0] : tokens[1]]
+    assert torch.equal(rows_of(target, target_table, 100), expected)
+    assert int(target.count_nonzero()) == int(expected.count_nonzero())
+
+
+def test_rows_of_an_odd_number_of_bytes_are_copied() -> None:
+    source, target = (
+        torch.arange(2 * 2 * 4 * 4 * 1 * 3, dtype=torch.uint8).view(2, 2, 4, 4, 1, 3),
+        torch.zeros(2, 2, 2, 8, 1, 3, dtype=torch.uint8),
+    )
+    chunk = chunk_of(source, (0, 2), (0, 7))
+    data = torch.empty(chunk.num_bytes - HEADER_BYTES, dtype=torch.uint8)
+    NumpyRows(source).gather(chunk, (3, 0), data)
+    NumpyRows(target).scatter(chunk, (1,), data)
+    assert torch.equal(rows_of(target, (1,), 7), rows_of(source, (3, 0), 7))
+
+
+def test_a_cache_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="6-D"):
+        cache_rows(torch.zeros(2, 2, 4, 16, 8))
+    with pytest.raises(ValueError, match="contiguous"):
+        cache_rows(new_cache(16).transpose(0, 1))
+
+
+@pytest.mark.parametrize("block_table", [(0,), (0, 64), (0, -1)])
+def test_a_block_table_that_does_not_fit_is_a_bug(block_table: tuple[int, ...]) -> None:
+    kv = new_cache(16)
+    chunk = chunk_of(kv, (0, 1), (0, 20))
+    with pytest.raises(AssertionError, match="block table"):
+        NumpyRows(kv).gather(chunk, block_table, torch.empty(chunk.num_bytes - HEADER_BYTES, dtype=torch.uint8))
+
+
+class Packed:
+    """A chunk packed by a sender, in a buffer as a receiver would have it."""
+
+    def __init__(self, key: bytes = KEY, seq: int = 0) -> None:
+        self.kv = new_cache(16)
+        self.kv.copy_(torch.randn(self.kv.shape, generator=torch.Generator().manual_seed(1)))
+        rows: CacheRows = cache_rows(self.kv)
+        self.chunk = chunk_of(self.kv, (0, 2), (0, 20), seq)
+        self.pool = StagingPool(1 << 20, torch.device("cpu"), is_pinned=False)
+        self.codec = ChunkCodec(rows, key)
+        self.buffer = self.pool.acquire(self.chunk.num_bytes)
+        self.codec.prepare(self.chunk, self.buffer)
+        packed = self.pool.acquire(self.chunk.num_bytes)
+        self.codec.pack(TRANSFER, self.chunk, (3, 4), packed)
+        self.buffer[: self.chunk.num_bytes] = packed[: self.chunk.num_bytes]
+
+    def problem(self, chunk: Chunk | None = None) -> str | None:
+        return self.codec.problem(TRANSFER, chunk or self.chunk, self.buffer)
+
+
+@pytest.mark.parametrize("key", [KEY, b""])
+def test_an_intact_chunk_has_no_problem(key: bytes) -> None:
+    assert Packed(key).problem() is None
+
+
+@pytest.mark.parametrize("position", [0, 15, HEADER_BYTES, HEADER_BYTES + 1000, -1])
+def test_one_flipped_bit_is_seen(position: int) -> None:
+    packed = Packed()
+    packed.buffer[: packed.chunk.num_bytes][position] ^= 4
+    problem = packed.problem()
+    assert problem is not None
+    assert "expected digest" in problem
+
+
+def test_a_flipped_bit_passes_when_the_digest_is_off() -> None:
+    packed = Packed(key=b"")
+    packed.buffer[HEADER_BYTES] ^= 4
+    assert packed.problem() is None
+
+
+def test_another_sessions_key_is_refused() -> None:
+    packed = Packed()
+    other = ChunkCodec(cache_rows(packed.kv), bytes(32))
+    problem = other.problem(TRANSFER, packed.chunk, packed.buffer)
+    assert problem is not None
+    assert "digest" in problem
+
+
+def test_a_shorter_message_is_seen_by_the_digest() -> None:
+    """Gloo reports success and leaves the tail as it was."""
+    packed = Packed()
+    packed.buffer[packed.chunk.num_bytes - 2048 : packed.chunk.num_bytes] = 0
+    assert packed.problem() is not None
+
+
+def test_a_longer_message_is_seen_by_what_it_overwrites() -> None:
+    packed = Packed()
+    packed.buffer[packed.chunk.num_bytes : packed.chunk.num_bytes + 100] = 1
+    assert packed.problem() == f"chunk 0: expected {packed.chunk.num_bytes} bytes, more came"
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"seq": 1}, "seq 1, got 0"),
+        ({"layer_start": 1, "layer_end": 3}, "layer_start 1, got 0, layer_end 3, got 2"),
+        ({"token_start": 20, "token_end": 40}, "token_start 20, got 0, token_end 40, got 20"),
+    ],
+)
+def test_a_chunk_in_the_place_of_another_is_seen_by_its_header(change: dict[str, int], name: str) -> None:
+    """Order alone decides what a message is (NCCL ignores tags), so each one says what it is."""
+    packed = Packed()
+    fields = {slot: getattr(packed.chunk, slot) for slot in packed.chunk.__slots__} | change
+    problem = packed.problem(Chunk(**fields))
+    assert problem is not None
+    assert name in problem
+
+
+def test_a_chunk_of_another_transfer_or_try_is_seen() -> None:
+    packed = Packed()
+    for other in (new_transfer_id("r2"), new_transfer_id("r1", prefill_try=1)):
+        problem = packed.codec.problem(other, packed.chunk, packed.buffer)
+        assert problem is not None
+        assert "transfer" in problem
+
+
+@pytest.mark.parametrize("offset", range(payload.DIGEST_BYTES, HEADER_BYTES - 4))
+def test_every_byte_of_the_header_counts(offset: int) -> None:
+    packed = Packed(key=b"")
+    packed.buffer[offset] ^= 1
+    assert packed.problem() is not None
+
+
+def test_a_payload_of_the_wrong_length_is_not_sealed() -> None:
+    packed = Packed()
+    view = packed.buffer.numpy().data
+    with pytest.raises(ValueError, match="expected"):
+        payload.seal(view[: packed.chunk.num_bytes + 1], TRANSFER, packed.chunk, KEY)
+
+
+def test_a_header_for_device_data_is_the_same_without_digest() -> None:
+    packed, header = Packed(key=b""), torch.empty(HEADER_BYTES, dtype=torch.uint8)
+    payload.seal_header(header.numpy().data, TRANSFER, packed.chunk)
+    assert torch.equal(header, packed.buffer[:HEADER_BYTES])
+
+
+def test_staging_buffers_are_reused_within_the_bound_and_counted() -> None:
+    pool = StagingPool(max_kept_bytes=300 << 10, device=torch.device("cpu"), is_pinned=False)
+    buffers = [pool.acquire(100_000) for _ in range(4)]
+    assert pool.num_out == 4
+    assert all(buffer.numel() >= 100_000 + 100_000 // 8 for buffer in buffers)
+    addresses = {buffer.data_ptr() for buffer in buffers}
+    for buffer in buffers:
+        pool.release(buffer)
+    assert (pool.num_out, pool.kept_bytes) == (0, 2 * (128 << 10))
+    assert pool.acquire(90_000).data_ptr() in addresses
+    pool.forget()
+    assert pool.num_out == 0
