@@ -69,6 +69,34 @@ def attention_case(lengths: Sequence[tuple[int, int]], shape: Shape, seed: int =
     return AttentionCase(q, kv.to(shape.device), batch, scale=2.0 * shape.head_dim**-0.5)
 
 
+def projections(
+    num_tokens: int, num_kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, *, is_fused: bool
+) -> list[torch.Tensor]:
+    """q, k, v in [-1, 1]: slices of one fused projection, or tensors of their own."""
+    sizes = [num_kv_heads * group * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    fused = _uniform((num_tokens, sum(sizes)), torch.Generator().manual_seed(num_tokens), dtype)
+    parts = [x if is_fused else x.contiguous() for x in fused.split(sizes, dim=1)]
+    return [x.view(num_tokens, x.shape[1] // head_dim, head_dim) for x in parts]
+
+
+def angles(head_dim: int) -> torch.Tensor:
+    """[200, head_dim] float32: cos in the first half, sin in the second."""
+    angle = torch.arange(200)[:, None] / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)
+    return torch.cat((angle.cos(), angle.sin()), dim=1)
+
+
+def random_bits(size: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Every bit pattern, NaN with payloads included."""
+    size_bytes = (*size[:-1], size[-1] * dtype.itemsize)
+    bits = torch.randint(256, size_bytes, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return bits.view(dtype)
+
+
+def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal also where NaN."""
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
 def _queries(num_tokens: int, shape: Shape, generator: torch.Generator) -> torch.Tensor:
     num_heads = shape.num_kv_heads * shape.group
     q = 3.0 * _uniform((num_tokens, num_heads + shape.is_sliced, shape.head_dim), generator, shape.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 Case = dict[str, Any]
 
 
-def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Case]:
+def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> tuple[Case, ...]:
     """Greedy: of some random candidates that hold an uncovered pair, keep the one that covers most."""
     rng = random.Random(seed)
     sizes = {name: len(values) for name, values in axes.items()}
@@ -22,7 +22,7 @@ def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Case]:
         best = max(candidates, key=lambda choice: len(_pairs(choice) & open_pairs))
         open_pairs -= _pairs(best)
         cases.append({name: axes[name][idx] for name, idx in best.items()})
-    return cases
+    return tuple(cases)
 
 
 def case_id(case: Case) -> str:

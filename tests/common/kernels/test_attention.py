@@ -9,71 +9,24 @@ import torch
 from common.kernels.decode_attention import SPLIT_LEN, decode_attention, decode_attention_reference
 from common.kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from common.model.backend import AttentionBatch
-from tests.common.kernels.cases import ATTENTION_BOUND, AttentionCase, Shape, attention_case
-from tests.common.kernels.pairwise import case_id, pairwise
-
-SHAPE_AXES: dict[str, tuple[Any, ...]] = {
-    "head_dim": (16, 24, 64, 80, 96, 128, 256),
-    "group": (1, 2, 3, 4, 5, 6, 7, 8),
-    "num_kv_heads": (1, 2),
-    "block_size": (16, 8, 32, 24),
-    "dtype": (torch.float32, torch.bfloat16, torch.float16),
-    "is_sliced": (False, True),
-    "poison": (float("nan"), float("inf")),
-}
-OPTION_AXES: dict[str, tuple[Any, ...]] = {"window": (0, 1, 7, 64), "soft_cap": (0.0, 2.0)}
-# (seq_len, query_len) per sequence: block_size and tile edges, cached prefixes of any length, and no work at all.
-PREFILL_BATCHES = (
-    (),
-    ((1, 1),),
-    ((15, 15), (16, 16), (17, 17)),
-    ((31, 2), (33, 33), (1, 1)),
-    ((127, 3), (128, 128), (129, 17)),
-    ((40, 0), (65, 64), (0, 0), (300, 1)),
-    ((64, 63), (63, 7), (300, 20)),
-)
-DECODE_BATCHES = (
-    (),
-    ((1, 1),),
-    ((15, 1), (16, 1), (17, 1), (31, 1), (33, 1)),
-    ((127, 1), (128, 1), (129, 1)),
-    ((0, 1), (40, 0), (SPLIT_LEN, 1)),
-    ((SPLIT_LEN - 1, 1), (SPLIT_LEN + 1, 1), (5, 1)),
-    ((2 * SPLIT_LEN, 1), (3, 1)),
-)
+from tests.common.kernels.cases import AttentionCase, Shape, attention_case
+from tests.common.kernels.checks import GRIDS, compare_attention
+from tests.common.kernels.pairwise import Case, case_id
 
 
-def check(kernel: Any, reference: Any, case: AttentionCase, **options: Any) -> None:
-    out = kernel(case.q, case.kv, case.batch, case.scale, **options)
-    expected = reference(case.q, case.kv, case.batch, case.scale, **options)
-    assert out.dtype == case.q.dtype
-    assert out.isfinite().all()
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=ATTENTION_BOUND[case.q.dtype])
+@pytest.mark.parametrize("case", GRIDS["prefill_attention"].cases, ids=case_id)
+def test_prefill_matches_float64_reference(case: Case) -> None:
+    GRIDS["prefill_attention"].check(case, "cpu")
 
 
-def split_case(case: dict[str, Any]) -> tuple[AttentionCase, dict[str, Any]]:
-    shape = Shape(**{name: case[name] for name in SHAPE_AXES})
-    return attention_case(case["batch"], shape), {name: case[name] for name in OPTION_AXES}
-
-
-@pytest.mark.parametrize("case", pairwise({"batch": PREFILL_BATCHES, **SHAPE_AXES, **OPTION_AXES}), ids=case_id)
-def test_prefill_matches_float64_reference(case: dict[str, Any]) -> None:
-    inputs, options = split_case(case)
-    check(prefill_attention, prefill_attention_reference, inputs, **options)
-
-
-@pytest.mark.parametrize("case", pairwise({"batch": DECODE_BATCHES, **SHAPE_AXES, **OPTION_AXES}), ids=case_id)
-def test_decode_matches_float64_reference(case: dict[str, Any]) -> None:
-    inputs, options = split_case(case)
-    check(decode_attention, decode_attention_reference, inputs, **options)
+@pytest.mark.parametrize("case", GRIDS["decode_attention"].cases, ids=case_id)
+def test_decode_matches_float64_reference(case: Case) -> None:
+    GRIDS["decode_attention"].check(case, "cpu")
 
 
 def test_prefill_kernel_serves_single_tokens_among_chunks() -> None:
-    """Rows of a decode step and a prefill chunk in one launch give what each gives alone."""
     mixed = attention_case(((300, 1), (90, 40), (17, 1)), Shape())
-    out = prefill_attention(mixed.q, mixed.kv, mixed.batch, mixed.scale)
-    expected = prefill_attention_reference(mixed.q, mixed.kv, mixed.batch, mixed.scale)
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=ATTENTION_BOUND[torch.float32])
+    compare_attention(prefill_attention, prefill_attention_reference, mixed)
 
 
 def test_decode_of_empty_sequence_is_zero() -> None:
@@ -91,7 +44,7 @@ def test_decode_merges_more_splits_than_one_tile_of_them() -> None:
     blocks = case.batch.block_tables[0].long()
     position = torch.arange(len(rising))
     key[blocks[position // 16] * 16 + position % 16] = rising[:, None] * case.q[0, 0].sign()
-    check(decode_attention, decode_attention_reference, case)
+    compare_attention(decode_attention, decode_attention_reference, case)
 
 
 def test_decode_of_a_sequence_does_not_depend_on_its_batch() -> None:

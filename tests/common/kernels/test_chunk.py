@@ -1,74 +1,35 @@
 """Pack and unpack move bits, whatever they mean, and touch no other slot."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from common.kernels.chunk import pack_chunk, pack_chunk_reference, unpack_chunk, unpack_chunk_reference
-from tests.common.kernels.pairwise import case_id, pairwise
+from common.kernels.chunk import pack_chunk, unpack_chunk
+from tests.common.kernels.cases import equal_bits
+from tests.common.kernels.checks import GRIDS, chunk_inputs
+from tests.common.kernels.pairwise import Case, case_id
 
-NUM_LAYERS = 4
-CASES = pairwise(
-    {
-        "num_tokens": (0, 1, 15, 16, 17, 33),
-        "num_kv_heads": (1, 2, 3),
-        "head_dim": (16, 24, 64, 80, 128, 256),
-        "block_size": (8, 16, 32),
-        "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.uint8),
-        "layers": (range(0, 1), range(1, 4), range(0, 4), range(2, 2)),
-    }
-)
-
-
-def random_bits(size: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Every bit pattern, NaN with payloads included."""
-    size_bytes = (*size[:-1], size[-1] * dtype.itemsize)
-    bits = torch.randint(256, size_bytes, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    return bits.view(dtype)
+CASE: Case = {
+    "num_tokens": 20,
+    "num_kv_heads": 2,
+    "head_dim": 24,
+    "block_size": 16,
+    "dtype": torch.bfloat16,
+    "layers": range(1, 3),
+}
 
 
-def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+@pytest.mark.parametrize("case", GRIDS["pack_chunk"].cases, ids=case_id)
+def test_pack_matches_reference_bit_for_bit(case: Case) -> None:
+    GRIDS["pack_chunk"].check(case, "cpu")
 
 
-def inputs(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    row = (case["num_kv_heads"], case["head_dim"])
-    num_blocks = 64 // case["block_size"]
-    cache = random_bits((NUM_LAYERS, 2, num_blocks, case["block_size"], *row), case["dtype"], 0)
-    slots = torch.randperm(64, generator=torch.Generator().manual_seed(2))[: case["num_tokens"]]
-    payload = random_bits((len(case["layers"]), 2, case["num_tokens"], *row), case["dtype"], 1)
-    return cache, slots, payload
-
-
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_pack_matches_reference_bit_for_bit(case: dict[str, Any]) -> None:
-    cache, slots, payload = inputs(case)
-    expected = payload.clone()
-    pack_chunk(cache, slots, case["layers"], payload)
-    pack_chunk_reference(cache, slots, case["layers"], expected)
-    assert equal_bits(payload, expected)
-
-
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_unpack_matches_reference_bit_for_bit(case: dict[str, Any]) -> None:
-    cache, slots, payload = inputs(case)
-    expected = cache.clone()
-    unpack_chunk(cache, slots, case["layers"], payload)
-    unpack_chunk_reference(expected, slots, case["layers"], payload)
-    assert equal_bits(cache, expected)
+@pytest.mark.parametrize("case", GRIDS["unpack_chunk"].cases, ids=case_id)
+def test_unpack_matches_reference_bit_for_bit(case: Case) -> None:
+    GRIDS["unpack_chunk"].check(case, "cpu")
 
 
 def test_negative_slot_is_skipped_by_unpack_and_zero_in_pack() -> None:
-    case = {
-        "num_tokens": 20,
-        "num_kv_heads": 2,
-        "head_dim": 24,
-        "block_size": 16,
-        "dtype": torch.bfloat16,
-        "layers": range(1, 3),
-    }
-    cache, slots, payload = inputs(case)
+    cache, slots, payload = chunk_inputs(CASE)
     slots[7] = -1
     before = cache.clone()
     unpack_chunk(cache, slots, range(1, 3), payload)
@@ -85,7 +46,7 @@ def test_negative_slot_is_skipped_by_unpack_and_zero_in_pack() -> None:
 
 
 def test_payload_may_lie_in_a_staging_buffer_behind_a_header() -> None:
-    cache, slots, _ = inputs(dict(CASES[0], num_tokens=5, num_kv_heads=2, head_dim=16, dtype=torch.float32))
+    cache, slots, _ = chunk_inputs({**CASE, "num_tokens": 5, "head_dim": 16, "dtype": torch.float32})
     staging = torch.zeros(64 + 4 * (2 * 2 * 5 * 2 * 16), dtype=torch.uint8)
     payload = staging[64:].view(torch.float32).view(2, 2, 5, 2, 16)
     pack_chunk(cache, slots, range(0, 2), payload)
@@ -94,7 +55,7 @@ def test_payload_may_lie_in_a_staging_buffer_behind_a_header() -> None:
 
 
 def test_payload_of_another_shape_is_refused() -> None:
-    cache, slots, payload = inputs(dict(CASES[0], num_tokens=5, layers=range(0, 2)))
+    cache, slots, payload = chunk_inputs({**CASE, "layers": range(0, 2)})
     with pytest.raises(AssertionError):
         pack_chunk(cache, slots, range(0, 3), payload)
     with pytest.raises(AssertionError):

@@ -1,0 +1,197 @@
+"""Every kernel held to its reference over a pairwise grid, on any device: the interpreter's CPU or a GPU.
+
+A check raises AssertionError. Bounds stand beside the comparison.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.kernels.chunk import pack_chunk, pack_chunk_reference, unpack_chunk, unpack_chunk_reference
+from common.kernels.decode_attention import SPLIT_LEN, decode_attention, decode_attention_reference
+from common.kernels.norm import add_rms_norm, add_rms_norm_reference
+from common.kernels.prefill_attention import prefill_attention, prefill_attention_reference
+from common.kernels.rope_write import rope_and_write, rope_and_write_reference
+from common.kernels.silu_mul import silu_mul, silu_mul_reference
+from tests.common.kernels.cases import (
+    ATTENTION_BOUND,
+    ROUNDING_BOUND,
+    AttentionCase,
+    Shape,
+    angles,
+    attention_case,
+    equal_bits,
+    projections,
+    random_bits,
+)
+from tests.common.kernels.pairwise import Case, pairwise
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPE_AXES: dict[str, tuple[Any, ...]] = {
+    "head_dim": (16, 24, 64, 80, 96, 128, 256),
+    "group": (1, 2, 3, 4, 5, 6, 7, 8),
+    "num_kv_heads": (1, 2),
+    "block_size": (16, 8, 32, 24),
+    "dtype": DTYPES,
+    "is_sliced": (False, True),
+    "poison": (float("nan"), float("inf")),
+}
+OPTION_AXES: dict[str, tuple[Any, ...]] = {"window": (0, 1, 7, 64), "soft_cap": (0.0, 2.0)}
+# (seq_len, query_len) per sequence: block_size and tile edges, cached prefixes of any length, and no work at all.
+PREFILL_BATCHES = (
+    (),
+    ((1, 1),),
+    ((15, 15), (16, 16), (17, 17)),
+    ((31, 2), (33, 33), (1, 1)),
+    ((127, 3), (128, 128), (129, 17)),
+    ((40, 0), (65, 64), (0, 0), (300, 1)),
+    ((64, 63), (63, 7), (300, 20)),
+)
+DECODE_BATCHES = (
+    (),
+    ((1, 1),),
+    ((15, 1), (16, 1), (17, 1), (31, 1), (33, 1)),
+    ((127, 1), (128, 1), (129, 1)),
+    ((0, 1), (40, 0), (SPLIT_LEN, 1)),
+    ((SPLIT_LEN - 1, 1), (SPLIT_LEN + 1, 1), (5, 1)),
+    ((2 * SPLIT_LEN, 1), (3, 1)),
+)
+NUM_LAYERS, NUM_SLOTS = 4, 64
+
+
+def compare_attention(kernel: Any, reference: Any, case: AttentionCase, **options: Any) -> None:
+    """Within the type's bound of float64, finite though every unused slot is poisoned."""
+    out = kernel(case.q, case.kv, case.batch, case.scale, **options)
+    expected = reference(case.q, case.kv, case.batch, case.scale, **options)
+    assert out.dtype == case.q.dtype
+    assert out.isfinite().all()
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=ATTENTION_BOUND[case.q.dtype])
+
+
+def check_prefill(case: Case, device: str) -> None:
+    inputs, options = _attention_inputs(case, device)
+    compare_attention(prefill_attention, prefill_attention_reference, inputs, **options)
+
+
+def check_decode(case: Case, device: str) -> None:
+    inputs, options = _attention_inputs(case, device)
+    compare_attention(decode_attention, decode_attention_reference, inputs, **options)
+
+
+def _attention_inputs(case: Case, device: str) -> tuple[AttentionCase, dict[str, Any]]:
+    shape = Shape(**{name: case[name] for name in SHAPE_AXES}, device=device)
+    return attention_case(case["batch"], shape), {name: case[name] for name in OPTION_AXES}
+
+
+def check_rope_and_write(case: Case, device: str) -> None:
+    """The whole cache is compared: -3 marks a slot that nobody wrote."""
+    q, k, v = (x.to(device) for x in projections(**case))
+    num_tokens, num_kv_heads, head_dim = k.shape
+    generator = torch.Generator().manual_seed(1)
+    slots = torch.randperm(9 * 16, generator=generator)[:num_tokens].to(device)
+    positions = torch.randint(200, (num_tokens,), generator=generator).to(device)
+    size = (2, 9, 16, num_kv_heads, head_dim)
+    caches = [torch.full(size, -3.0, dtype=case["dtype"], device=device) for _ in range(2)]
+    before = [x.clone() for x in (q, k, v)]
+    cos_sin = angles(head_dim).to(device)
+    rotated = rope_and_write(q, k, v, cos_sin, positions, caches[0], slots)
+    expected = rope_and_write_reference(q, k, v, cos_sin, positions, caches[1], slots)
+    # |x cos + y sin| <= 2 for inputs in [-1, 1]
+    bound = 2 * ROUNDING_BOUND[case["dtype"]]
+    torch.testing.assert_close(rotated, expected, rtol=0, atol=bound)
+    torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=bound)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
+
+
+def check_pack(case: Case, device: str) -> None:
+    cache, slots, payload = (x.to(device) for x in chunk_inputs(case))
+    expected = payload.clone()
+    pack_chunk(cache, slots, case["layers"], payload)
+    pack_chunk_reference(cache, slots, case["layers"], expected)
+    assert equal_bits(payload, expected)
+
+
+def check_unpack(case: Case, device: str) -> None:
+    cache, slots, payload = (x.to(device) for x in chunk_inputs(case))
+    expected = cache.clone()
+    unpack_chunk(cache, slots, case["layers"], payload)
+    unpack_chunk_reference(expected, slots, case["layers"], payload)
+    assert equal_bits(cache, expected)
+
+
+def chunk_inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(cache of NUM_LAYERS and NUM_SLOTS, slots, payload) of random bits."""
+    row = (case["num_kv_heads"], case["head_dim"])
+    size = (NUM_LAYERS, 2, NUM_SLOTS // case["block_size"], case["block_size"], *row)
+    slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(2))[: case["num_tokens"]]
+    payload = random_bits((len(case["layers"]), 2, case["num_tokens"], *row), case["dtype"], 1)
+    return random_bits(size, case["dtype"], 0), slots, payload
+
+
+def check_add_rms_norm(case: Case, device: str) -> None:
+    x, residual = _halves(case, 1.0, device)
+    weight = torch.linspace(0.5, 1.5, case["size"], device=device).to(case["dtype"])
+    out, total = add_rms_norm(x, residual, weight, 1e-5)
+    expected_out, expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)
+    # two roundings lie between inputs and output
+    bound = 2 * ROUNDING_BOUND[case["dtype"]]
+    torch.testing.assert_close(total, expected_total, rtol=bound, atol=0)
+    torch.testing.assert_close(out, expected_out, rtol=bound, atol=bound)
+
+
+def check_silu_mul(case: Case, device: str) -> None:
+    gate, up = _halves(case, 4.0, device)
+    bound = 2 * ROUNDING_BOUND[case["dtype"]]
+    torch.testing.assert_close(silu_mul(gate, up), silu_mul_reference(gate, up), rtol=bound, atol=1e-6)
+
+
+def _halves(case: Case, scale: float, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two [num_tokens, size] tensors: halves of one fused projection, or tensors of their own."""
+    generator = torch.Generator().manual_seed(0)
+    fused = scale * torch.randn(case["num_tokens"], 2 * case["size"], generator=generator)
+    left, right = fused.to(case["dtype"]).to(device).chunk(2, dim=1)
+    return (left, right) if case["is_sliced"] else (left.contiguous(), right.contiguous())
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A kernel's check and the cases that it must hold for."""
+
+    check: Callable[[Case, str], None]
+    cases: tuple[Case, ...]
+
+
+_ATTENTION_AXES = {**SHAPE_AXES, **OPTION_AXES}
+_ROPE_AXES = {
+    "num_tokens": (0, 1, 15, 16, 17, 33),
+    "num_kv_heads": (1, 2, 3),
+    "group": (1, 2, 3, 5, 8),
+    "head_dim": (16, 24, 64, 80, 96, 128, 256),
+    "dtype": DTYPES,
+    "is_fused": (True, False),
+}
+_CHUNK_AXES = {
+    "num_tokens": (0, 1, 15, 16, 17, 33),
+    "num_kv_heads": (1, 2, 3),
+    "head_dim": (16, 24, 64, 80, 128, 256),
+    "block_size": (8, 16, 32),
+    "dtype": (*DTYPES, torch.uint8),
+    "layers": (range(0, 1), range(1, 4), range(0, 4), range(2, 2)),
+}
+_ROW_AXES = {
+    "num_tokens": (0, 1, 3, 17),
+    "size": (1, 16, 96, 576, 1000, 1536, 2049),
+    "dtype": DTYPES,
+    "is_sliced": (False, True),
+}
+GRIDS = {
+    "prefill_attention": Grid(check_prefill, pairwise({"batch": PREFILL_BATCHES, **_ATTENTION_AXES})),
+    "decode_attention": Grid(check_decode, pairwise({"batch": DECODE_BATCHES, **_ATTENTION_AXES})),
+    "rope_and_write": Grid(check_rope_and_write, pairwise(_ROPE_AXES)),
+    "pack_chunk": Grid(check_pack, pairwise(_CHUNK_AXES)),
+    "unpack_chunk": Grid(check_unpack, pairwise(_CHUNK_AXES)),
+    "add_rms_norm": Grid(check_add_rms_norm, pairwise(_ROW_AXES)),
+    "silu_mul": Grid(check_silu_mul, pairwise(_ROW_AXES)),
+}
