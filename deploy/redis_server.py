@@ -23,11 +23,46 @@ _MAX_STARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class RedisServer:
-    """A Redis to use. `child` is None when it is somebody else's."""
+    """A Redis to use. `own` is None when it is somebody else's."""
 
     url: str
     source: str
-    child: Child | None = None
+    own: "OwnRedis | None" = None
+
+    def stop(self) -> None:
+        if self.own is not None:
+            self.own.stop()
+
+
+class OwnRedis:
+    """A server that we started. Owns its process; `start` again after it died brings it back at the same URL, empty."""
+
+    def __init__(self, binary: str, runtime_dir: Path) -> None:
+        self.child: Child | None = None
+        self._binary = binary
+        self._runtime_dir = runtime_dir
+        self._port = _free_port()
+        self._password = secrets.token_urlsafe(24)
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{self._password}@127.0.0.1:{self._port}/0"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.child is None or self.child.has_ended
+
+    def start(self) -> bool:
+        """True once it answers. False when it ended or stayed silent: its log says why."""
+        settings = _settings(self._port, self._password, self._runtime_dir).encode()
+        log_path = self._runtime_dir / "redis.log"
+        self.child = start_child("redis", [self._binary, "-"], log_path, stdin=settings)
+        deadline_s = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline_s and not self.child.has_ended:
+            if _answers(self._port, self._password):
+                return True
+            time.sleep(0.02)
+        return False
 
     def stop(self) -> None:
         if self.child is not None:
@@ -67,14 +102,11 @@ def start_redis(binary: str, runtime_dir: Path) -> RedisServer:
     """Start `binary` and wait until it answers. Another process may take the port meanwhile: then try another."""
     tail = ""
     for _ in range(_MAX_STARTS):
-        port, password = _free_port(), secrets.token_urlsafe(24)
-        child = start_child(
-            "redis", [binary, "-"], runtime_dir / "redis.log", stdin=_settings(port, password, runtime_dir).encode()
-        )
-        if _wait_until_ready(child, port, password):
-            return RedisServer(f"redis://:{password}@127.0.0.1:{port}/0", binary, child)
-        child.stop(grace_s=0.5)
-        tail = child.log_tail(5)
+        own = OwnRedis(binary, runtime_dir)
+        if own.start():
+            return RedisServer(own.url, binary, own)
+        own.stop()
+        tail = own.child.log_tail(5) if own.child else ""
     raise StartFailed(f"{binary} did not start: {tail}")
 
 
@@ -91,15 +123,6 @@ def _free_port() -> int:
             port = int(probe.getsockname()[1])
         if port != _AVOIDED_PORT:
             return port
-
-
-def _wait_until_ready(child: Child, port: int, password: str) -> bool:
-    deadline_s = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline_s and not child.has_ended:
-        if _answers(port, password):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def _answers(port: int, password: str) -> bool:

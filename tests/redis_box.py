@@ -10,17 +10,16 @@ from urllib.parse import urlsplit, urlunsplit
 import redis
 
 from deploy import redis_server
-from deploy.redis_server import RedisServer
 
 
 class RedisBox:
     """One server of ours. `kill` and `start_again` keep the port and the password, not the data."""
 
     def __init__(self, binary: str, directory: Path) -> None:
-        self._binary = binary
-        self._directory = directory
-        self._server: RedisServer = redis_server.start_redis(binary, directory)
-        self.url = self._server.url
+        server = redis_server.start_redis(binary, directory)
+        assert server.own is not None
+        self._own = server.own
+        self.url = server.url
 
     @property
     def port(self) -> int:
@@ -37,23 +36,16 @@ class RedisBox:
         return redis.Redis.from_url(self.url)
 
     def kill(self) -> None:
-        child = self._server.child
+        child = self._own.child
         assert child is not None
         os.kill(child.pid, signal.SIGKILL)
         child.stop(grace_s=5.0)
 
     def start_again(self) -> None:
-        password = urlsplit(self.url).password
-        assert password is not None
-        settings = redis_server._settings(self.port, password, self._directory)
-        child = redis_server.start_child(
-            "redis", [self._binary, "-"], self._directory / "redis.log", stdin=settings.encode()
-        )
-        assert redis_server._wait_until_ready(child, self.port, password), child.log_tail()
-        self._server = RedisServer(self.url, self._binary, child)
+        assert self._own.start()
 
     def close(self) -> None:
-        self._server.stop()
+        self._own.stop()
 
 
 @contextlib.contextmanager

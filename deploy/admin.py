@@ -1,0 +1,105 @@
+"""Talks to a router's administration API for `pdserve status`, `scale` and `drain`. Standard library only."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any
+
+TIMEOUT_S = 10.0
+_POLL_INTERVAL_S = 0.2
+
+
+class AdminFailed(Exception):
+    """The router refused or could not be reached; the message says which."""
+
+
+class Unhealthy(Exception):
+    """The router answers, but the cluster is not (yet) as it should be."""
+
+
+class AdminClient:
+    """One router, by its HTTP address."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+
+    def state(self) -> dict[str, Any]:
+        """Everything about the workers."""
+        state: dict[str, Any] = self._call("GET", "/admin/v1/state")
+        return state
+
+    def readiness(self) -> dict[str, Any]:
+        """Whether a request would be served, and if not, why."""
+        readiness: dict[str, Any] = self._call("GET", "/ready", ok=(200, 503))
+        return readiness
+
+    def model_name(self) -> str:
+        """What the API calls the model."""
+        return str(self._call("GET", "/v1/models")["data"][0]["id"])
+
+    def scale(self, role: str, replicas: int) -> None:
+        self._call("POST", f"/admin/v1/pools/{role}", {"replicas": replicas})
+
+    def drain(self, worker_id: str, grace_s: float | None) -> None:
+        body = {} if grace_s is None else {"grace_s": grace_s}
+        self._call("POST", f"/admin/v1/workers/{worker_id}/drain", body)
+
+    def _call(self, method: str, path: str, body: Mapping[str, object] | None = None, ok: tuple[int, ...] = ()) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self._url}{path}", data=data, headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            content = error.read()
+            if error.code in ok:
+                return json.loads(content)
+            raise AdminFailed(_message(error.code, content)) from error
+        except (urllib.error.URLError, OSError, ValueError) as error:
+            raise AdminFailed(
+                f"nothing answers at {self._url}: is pdserve up running? (--url or $PDSERVE_URL names another address)"
+            ) from error
+
+
+def wait_for_sizes(
+    client: AdminClient, sizes: Mapping[str, int], timeout_s: float, report: Callable[[str], None]
+) -> None:
+    """Return when each pool has exactly so many workers, all of them ready. Raises Unhealthy after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    said = ""
+    while True:
+        now = _count(client.state()["workers"], sizes)
+        if all(now[role] == (replicas, replicas) for role, replicas in sizes.items()):
+            return
+        text = ", ".join(f"{role} {ready} ready of {sizes[role]}" for role, (ready, _) in now.items())
+        if text != said:
+            report(text)
+            said = text
+        if time.monotonic() > deadline_s:
+            raise Unhealthy(f"after {timeout_s:.0f} s: {text}")
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def wait_until_gone(client: AdminClient, worker: Mapping[str, Any], timeout_s: float) -> None:
+    """Return when the router no longer sees this life of the worker. Raises Unhealthy after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while any(other["incarnation"] == worker["incarnation"] for other in client.state()["workers"]):
+        if time.monotonic() > deadline_s:
+            raise Unhealthy(f"{worker['worker_id']} is still draining after {timeout_s:.0f} s")
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def _count(workers: list[dict[str, Any]], sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Per role: how many are ready, how many there are in all."""
+    members = {role: [worker for worker in workers if worker["role"] == role] for role in sizes}
+    return {role: (sum(worker["state"] == "ready" for worker in found), len(found)) for role, found in members.items()}
+
+
+def _message(status: int, content: bytes) -> str:
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the router answered {status}"

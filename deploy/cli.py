@@ -1,0 +1,247 @@
+"""The command `pdserve`: options and exit codes. What a command does is imported when it runs, so that help is quick.
+
+Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 the cluster is not healthy.
+"""
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNHEALTHY = 0, 1, 2, 3
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+config_app = typer.Typer(no_args_is_help=True, help="What the settings are and where they come from.")
+app.add_typer(config_app, name="config")
+
+
+class Dtype(StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Attention(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    TRITON = "triton"
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="YAML file of settings; pdserve config show names them.")
+]
+Model = Annotated[str | None, typer.Option(help="Hugging Face directory or GGUF file; default: the demo model.")]
+RedisUrl = Annotated[str | None, typer.Option(help="Redis to use; default: one of our own.", show_default=False)]
+HttpPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the HTTP API (8000).")]
+GrpcPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the gRPC API (50051).")]
+LocalPrefill = Annotated[
+    int | None, typer.Option(min=0, help="Up to so many uncached tokens are prefilled on the decode worker.")
+]
+Server = Annotated[str, typer.Option(envvar="PDSERVE_SERVER", help="gRPC address of a router.")]
+Url = Annotated[str, typer.Option(envvar="PDSERVE_URL", help="HTTP address of a router.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Seconds = Annotated[float, typer.Option(min=0.0, help="How long to wait, in seconds.")]
+
+DEFAULT_SERVER = "127.0.0.1:50051"
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@app.command()
+def up(
+    model: Model = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers (1).")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="Decode workers (1).")] = None,
+    http_port: HttpPort = None,
+    grpc_port: GrpcPort = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Weights and KV cache.")] = None,
+    attention: Annotated[Attention | None, typer.Option(help="Attention kernels.")] = None,
+    local_prefill_max_tokens: LocalPrefill = None,
+    redis_url: RedisUrl = None,
+    config: ConfigFile = None,
+    json: AsJson = False,
+) -> None:
+    """Run a whole cluster on this machine until Ctrl-C, SIGTERM, or the end of the parent process."""
+    from deploy.commands import run_up
+    from deploy.settings import load_settings
+
+    flags: dict[str, object] = {
+        "model.path": model,
+        "pools.prefill": prefill,
+        "pools.decode": decode,
+        "router.http_port": http_port,
+        "router.grpc_port": grpc_port,
+        "router.local_prefill_max_tokens": local_prefill_max_tokens,
+        "redis_url": redis_url,
+    }
+    for pool in ("prefill_worker", "decode_worker"):
+        flags |= {f"{pool}.dtype": dtype, f"{pool}.attention": attention}
+    raise typer.Exit(run_up(load_settings(flags, config).config, as_json=json))
+
+
+@app.command()
+def demo() -> None:
+    """Fetch a small model, start a cluster, ask it a question, show where the time went, stop."""
+    from deploy.demo import run_demo
+
+    raise typer.Exit(run_demo())
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt, or the user's message with --chat.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    top_k: Annotated[int | None, typer.Option(min=-1)] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    timeout: Annotated[float | None, typer.Option(min=0.0, help="Deadline in seconds.")] = None,
+    server: Server = DEFAULT_SERVER,
+    json: AsJson = False,
+) -> None:
+    """Ask the cluster over gRPC; prints the text as it comes, then where the time went."""
+    from deploy.generate import Ask, print_answer
+
+    question = Ask(prompt, chat, max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
+    print_answer(server, question, as_json=json, timeout_s=timeout)
+
+
+@app.command()
+def status(url: Url = DEFAULT_URL, json: AsJson = False) -> None:
+    """Show pools, workers, queues and KV blocks. Exit code 3 when a request would find no pair of workers."""
+    from deploy.commands import show_status
+
+    raise typer.Exit(show_status(url, as_json=json))
+
+
+@app.command()
+def scale(
+    sizes: Annotated[list[str], typer.Argument(help="prefill=N and decode=N, one or both.", metavar="ROLE=N...")],
+    url: Url = DEFAULT_URL,
+    timeout: Seconds = 120.0,
+    json: AsJson = False,
+) -> None:
+    """Change the size of the pools; returns when they have it. Workers that leave finish what they have."""
+    from deploy.commands import run_scale
+
+    run_scale(url, _sizes(sizes), timeout, as_json=json)
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="A worker's id, as pdserve status shows it.")],
+    grace: Annotated[float | None, typer.Option(min=0.0, help="Seconds that it may finish what it has.")] = None,
+    url: Url = DEFAULT_URL,
+    timeout: Seconds = 120.0,
+) -> None:
+    """Let a worker finish what it has and end; returns when it is gone. Its pool then replaces it."""
+    from deploy.commands import run_drain
+
+    run_drain(url, worker, grace, timeout)
+
+
+@app.command()
+def router(
+    model: Model = None,
+    http_port: HttpPort = None,
+    grpc_port: GrpcPort = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    local_prefill_max_tokens: LocalPrefill = None,
+    redis_url: RedisUrl = None,
+    config: ConfigFile = None,
+) -> None:
+    """Run one router: both APIs. Workers are found in Redis."""
+    from deploy.commands import run_router
+    from deploy.settings import load_settings
+
+    flags = {
+        "model.path": model,
+        "router.host": host,
+        "router.http_port": http_port,
+        "router.grpc_port": grpc_port,
+        "router.local_prefill_max_tokens": local_prefill_max_tokens,
+        "redis_url": redis_url,
+    }
+    run_router(load_settings(flags, config).config)
+
+
+@app.command()
+def worker(
+    role: Annotated[Role, typer.Option(help="What the worker does.")],
+    worker_id: Annotated[str, typer.Option(help="Name of the worker; unique in the cluster.")],
+    model: Model = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, and where others reach it.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="gRPC port; 0 = any free one.")] = None,
+    redis_url: RedisUrl = None,
+    config: ConfigFile = None,
+) -> None:
+    """Run one worker in this process, without Ray."""
+    from deploy.commands import run_one_worker
+    from deploy.settings import load_settings
+
+    pool = f"{role.value}_worker"
+    flags = {"model.path": model, f"{pool}.host": host, f"{pool}.port": port, "redis_url": redis_url}
+    run_one_worker(load_settings(flags, config).config, role.value, worker_id)
+
+
+@app.command("fetch-model")
+def fetch_model() -> None:
+    """Fetch the demo model into the cache and print where it is."""
+    from common.checkpoint.demo_model import fetch_demo_model
+
+    print(fetch_demo_model(lambda text: print(text, file=sys.stderr)))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed_version
+
+    print(installed_version("pdserve"))
+
+
+@config_app.command("show")
+def config_show(config: ConfigFile = None, json: AsJson = False) -> None:
+    """Print each setting, its value and where that comes from."""
+    from deploy.commands import show_config
+
+    show_config(config, as_json=json)
+
+
+def _sizes(arguments: list[str]) -> dict[str, int]:
+    sizes = {}
+    for argument in arguments:
+        role, _, number = argument.partition("=")
+        if role not in (Role.PREFILL, Role.DECODE) or not number.isdecimal() or int(number) > 1024:
+            raise typer.BadParameter(f"expected prefill=N or decode=N, got {argument!r}")
+        sizes[role] = int(number)
+    return sizes
+
+
+def main() -> None:
+    """Entry point: errors of ours become one line on stderr and an exit code."""
+    from deploy.exit_codes import explain
+
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(EXIT_FAILED)
+    except Exception as error:
+        explained = explain(error)
+        if explained is None:
+            raise
+        message, code = explained
+        print(f"pdserve: {message}", file=sys.stderr)
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

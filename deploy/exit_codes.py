@@ -1,0 +1,24 @@
+"""Which error ends a command with which exit code. Bugs are not explained: they keep their traceback."""
+
+import sys
+
+_FAILED, _USAGE, _UNHEALTHY = 1, 2, 3
+
+# By name, so that no command pays for the imports of another: an error's class is loaded when it is raised.
+_CODES = {
+    ("deploy.settings", "InvalidSettings"): _USAGE,
+    ("deploy.admin", "Unhealthy"): _UNHEALTHY,
+    ("deploy.admin", "AdminFailed"): _FAILED,
+    ("deploy.generate", "GenerateFailed"): _FAILED,
+    ("router.listening", "PortInUse"): _FAILED,
+    ("common.errors", "PdserveError"): _FAILED,
+}
+
+
+def explain(error: Exception) -> tuple[str, int] | None:
+    """(message, exit code) of an error that we expect; None for anything else."""
+    for (module, name), code in _CODES.items():
+        loaded = sys.modules.get(module)
+        if loaded is not None and isinstance(error, getattr(loaded, name)):
+            return str(error), code
+    return None

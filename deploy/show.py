@@ -1,0 +1,68 @@
+"""Text for people: what the cluster looks like. Pure: no IO."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_COLUMNS = (
+    ("worker", "worker_id"),
+    ("role", "role"),
+    ("state", "state"),
+    ("pid", "pid"),
+    ("address", "address"),
+    ("running", "running"),
+    ("waiting", "waiting"),
+    ("used", "kv_blocks_used"),
+    ("cached", "kv_blocks_cached"),
+    ("free", "kv_blocks_free"),
+    ("held", "kv_blocks_held"),
+    ("blocks", "kv_blocks_total"),
+)
+
+
+def table(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Rows as aligned columns, the first row as their names; numbers to the right."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[idx]) for row in texts) for idx in range(len(texts[0]))]
+    is_number = [all(row[idx].isdigit() for row in texts[1:]) and len(texts) > 1 for idx in range(len(widths))]
+    lines = []
+    for row in texts:
+        cells = zip(row, widths, is_number, strict=True)
+        lines.append(
+            "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells).rstrip()
+        )
+    return lines
+
+
+def workers_table(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line per worker, with its queue and its KV blocks."""
+    header = [name for name, _ in _COLUMNS]
+    ordered = sorted(workers, key=lambda worker: (worker["role"] == "decode", worker["worker_id"]))
+    return table([header, *([worker.get(key, "") for _, key in _COLUMNS] for worker in ordered)])
+
+
+def pools_line(workers: Sequence[Mapping[str, Any]]) -> str:
+    """`prefill: 2 ready; decode: 1 ready, 1 draining`."""
+    parts = []
+    for role in ("prefill", "decode"):
+        states = [str(worker["state"]) for worker in workers if worker["role"] == role]
+        counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states, key=_state_order))]
+        parts.append(f"{role}: {', '.join(counts) or 'none'}")
+    return "; ".join(parts)
+
+
+def endpoints(http_url: str, grpc_address: str, model: str) -> list[str]:
+    """Where to ask, and a command that does."""
+    return [
+        f"HTTP  {http_url}/v1  (OpenAI)",
+        f"gRPC  {grpc_address}  (pdserve.v1.GenerationService)",
+        "",
+        f"  curl -N {http_url}/v1/chat/completions -H 'content-type: application/json' \\",
+        f'    -d \'{{"model": "{model}", "stream": true, "max_tokens": 64,',
+        '         "messages": [{"role": "user", "content": "What is the capital of France?"}]}\'',
+        f"  pdserve generate --chat 'What is the capital of France?' --server {grpc_address}",
+    ]
+
+
+def _state_order(state: str) -> int:
+    order = ("ready", "loading", "draining", "unhealthy")
+    return order.index(state) if state in order else len(order)

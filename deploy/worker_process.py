@@ -1,0 +1,36 @@
+"""`pdserve worker`: one worker in this process, without Ray; what a deployment runs that places workers itself."""
+
+import asyncio
+import os
+
+from common.config import WorkerConfig
+from deploy.worker_env import has_gpu, num_cores, worker_environment
+
+DRAIN_GRACE_S = 30.0
+
+
+def run_worker(config: WorkerConfig, drain_grace_s: float = DRAIN_GRACE_S) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once. Blocks."""
+    if not config.num_threads:
+        config = config.model_copy(update={"num_threads": num_cores()})
+    # Before torch is imported: it reads them once.
+    os.environ.update(worker_environment(config, has_gpu=has_gpu()))
+    import uvloop
+
+    uvloop.run(_serve(config, drain_grace_s))
+
+
+async def _serve(config: WorkerConfig, drain_grace_s: float) -> None:
+    from common.worker.lifecycle import WorkerControl
+
+    control = WorkerControl(asyncio.get_running_loop(), _ignore)
+    control.handle_signals(drain_grace_s)
+    if config.role == "prefill":
+        from prefill_worker.worker import serve
+    else:
+        from decode_worker.worker import serve
+    await serve(config, control)
+
+
+def _ignore(description: object) -> None:
+    """Who waits for this worker sees it in the registry and in its log."""
