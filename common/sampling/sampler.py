@@ -35,17 +35,14 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[SampledTok
     if not specs:
         return []
     # amax is NaN where any logit is: one pass finds NaN, +inf and rows that are -inf throughout.
-    is_finite = logits.amax(dim=-1).isfinite()
+    is_finite = logits.amax(dim=-1).isfinite().tolist()
     picking = _adjusted(logits, specs)
-    token_ids = _pick(picking, specs)
-    chosen_logits = picking.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-    may_draw = chosen_logits.isfinite().tolist()
+    token_ids = _pick(picking, specs, is_finite)
+    may_draw = picking.gather(1, token_ids.unsqueeze(1)).squeeze(1).isfinite().tolist()
     logprobs = logprobs_of(logits, token_ids, specs)
     return [
-        SampledToken(token_id, *logprobs.get(row, ())) if finite and allowed else _error(is_finite=finite)
-        for row, (token_id, finite, allowed) in enumerate(
-            zip(token_ids.tolist(), is_finite.tolist(), may_draw, strict=True)
-        )
+        SampledToken(token_id, *logprobs.get(row, ())) if is_finite[row] and may_draw[row] else _error(is_finite[row])
+        for row, token_id in enumerate(token_ids.tolist())
     ]
 
 
@@ -53,7 +50,7 @@ def is_greedy(spec: SampleSpec) -> bool:
     return spec.params.temperature < GREEDY_BELOW
 
 
-def _error(*, is_finite: bool) -> SampleError:
+def _error(is_finite: bool) -> SampleError:
     return SampleError("no token may be drawn" if is_finite else "logits are not finite")
 
 
@@ -67,12 +64,12 @@ def _adjusted(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor
     return logits
 
 
-def _pick(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """[num_rows] int64: argmax for greedy rows, Gumbel-max for the others."""
-    drawn_rows = [row for row, spec in enumerate(specs) if not is_greedy(spec)]
+def _pick(logits: torch.Tensor, specs: Sequence[SampleSpec], is_finite: Sequence[bool]) -> torch.Tensor:
+    """[num_rows] int64: argmax for greedy rows, Gumbel-max for the others, anything for rows that are not finite."""
+    drawn_rows = [row for row, spec in enumerate(specs) if is_finite[row] and not is_greedy(spec)]
     if not drawn_rows:
         return logits.argmax(dim=-1)
-    token_ids = torch.empty(len(specs), dtype=torch.int64, device=logits.device)
+    token_ids = torch.zeros(len(specs), dtype=torch.int64, device=logits.device)
     greedy_rows = [row for row, spec in enumerate(specs) if is_greedy(spec)]
     if greedy_rows:
         token_ids[greedy_rows] = logits[greedy_rows].argmax(dim=-1)
@@ -85,5 +82,6 @@ def _pick(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
 def _draw(logits: torch.Tensor, spec: SampleSpec, vocab: torch.Tensor) -> torch.Tensor:
     """Gumbel-max: argmax(logits / temperature + noise) is a draw from the softmax. Row by row: it stays in cache."""
     params = spec.params
-    scaled = apply_filters(logits / params.temperature, params)
-    return scaled.add_(gumbel(params.seed, spec.choice_idx, spec.position, vocab)).argmax()
+    scaled, token_ids = apply_filters((logits / params.temperature, vocab), params)
+    noise = gumbel(params.seed, spec.choice_idx, spec.position, token_ids)
+    return token_ids[scaled.add_(noise).argmax()]
