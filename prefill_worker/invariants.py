@@ -32,6 +32,9 @@ def check_requests(
     assert len(current) == sum(request.phase is not Phase.ENDING for request in requests.values())
     known = set(map(id, requests.values()))
     assert all(id(request) in known for request in (*scheduler.in_step, *scheduler.queued))
+    # Requests may stand still only for blocks that a transfer keeps, which ends by itself.
+    is_idle = scheduler.step_id is None
+    assert not (is_idle and scheduler.queued) or any(r.is_transferring for r in requests.values()), "nothing goes on"
 
 
 def _check_phase(request: PrefillRequest) -> None:

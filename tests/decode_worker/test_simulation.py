@@ -16,7 +16,7 @@ from decode_worker.events import Drained, DrainRequested, RouterLost, StepFailed
 from tests.decode_worker.harness import ROUTER, Bench, attempt, tokens
 from tests.simkit.fake_engine import VOCAB_SIZE, expected_output
 
-SEEDS = range(150)
+SEEDS = range(100)
 NUM_ACTIONS = 250
 SECOND = RouterId("second")
 

@@ -53,12 +53,14 @@ def test_several_long_prompts_delay_a_short_one_by_one_chunk_too() -> None:
     assert bench.messages("short")
 
 
-def test_short_prompts_do_not_starve_a_long_one() -> None:
+@pytest.mark.parametrize("short_length", [64, 61])
+def test_short_prompts_do_not_starve_a_long_one(short_length: int) -> None:
+    """Whether they fill each step, or leave the long one a few tokens of it."""
     bench = Bench(num_blocks=256, budget=64, max_num_seqs=4)
     bench.prefill(prompt("long", tokens(640)))
     num_steps = 0
     while not bench.messages("long"):
-        bench.prefill(prompt(f"s{num_steps}", tokens(64, first=1000 * (num_steps + 1))))
+        bench.prefill(prompt(f"s{num_steps}", tokens(short_length, first=1000 * (num_steps + 1))))
         bench.step()
         for transfer_id in bench.computed():
             bench.handle(AcknowledgedByPeer(transfer_id))
