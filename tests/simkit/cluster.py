@@ -1,0 +1,243 @@
+"""A whole cluster in one process on a virtual clock: a router, prefill and decode workers, an index, and their network.
+
+Real: every core, the block pools, hashing, the index, the routing policy. Stand-ins: compute (`layered_engine`) and
+sockets (`sessions`, and the router's streams here).
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.hashing import block_hashes, hash_root
+from common.ids import RequestId, RouterId, WorkerRef
+from common.messages import Cancel, Drain, Prefill, Reserve, Role
+from common.prefix_index.memory import InMemoryIndex
+from decode_worker.events import DrainRequested as DecodeDrain
+from decode_worker.events import MessageReceived as DecodeMessage
+from decode_worker.events import RouterLost as DecodeRouterLost
+from prefill_worker.events import DrainRequested as PrefillDrain
+from prefill_worker.events import MessageReceived as PrefillMessage
+from prefill_worker.events import RouterLost as PrefillRouterLost
+from router.core import RouterCore
+from router.events import (
+    Deliver,
+    DropWorker,
+    LookupPrefix,
+    PrefixFound,
+    SendToWorker,
+    WorkerConnected,
+    WorkerLost,
+    WorkerMessageReceived,
+    WorkersListed,
+)
+from router.generation import Failed, Finished, GenerationEvent
+from router.router_limits import RouterLimits
+from tests.simkit.nodes import Node, SimWorker
+from tests.simkit.sessions import Sessions, Stream, Wire
+from tests.simkit.virtual_time import VirtualTime
+
+ROUTER = RouterId("router")
+POLL_S, STATS_S, RECONNECT_S = 0.5, 0.25, 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What to simulate."""
+
+    num_prefill: int = 2
+    num_decode: int = 2
+    prefill_blocks: int = 48
+    decode_blocks: int = 48
+    prefill_block_size: int = 4
+    decode_block_size: int = 8
+    local_prefill_max_tokens: int = 0
+    max_num_queued: int = 64
+
+
+@dataclass(slots=True)
+class Connection:
+    """The router's stream to one life of a worker."""
+
+    worker: SimWorker
+    to_worker: Stream
+    to_router: Stream
+    is_open: bool = True
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client has received."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    end: Finished | Failed | None = None
+    ended_s: float = 0.0
+
+
+class SimCluster:
+    """Owns all processes. One random generator decides everything that is not decided by the cores."""
+
+    def __init__(self, shape: Shape, rng: random.Random) -> None:
+        self.shape = shape
+        self.rng = rng
+        self.time = VirtualTime()
+        self.wire = Wire(self.time, rng)
+        self.index = InMemoryIndex()
+        self.is_index_up = True
+        self.log: list[str] = []
+        self.answers: dict[RequestId, Answer] = {}
+        self.workers: dict[str, SimWorker] = {}
+        self._connections: dict[WorkerRef, Connection] = {}
+        self._lives = 0
+        self.sessions = Sessions(self.wire, self._find)
+        limits = RouterLimits(shape.local_prefill_max_tokens, shape.max_num_queued)
+        self.router = Node("router", RouterCore(limits), self.time, rng.uniform(-1e4, 1e4))
+        self.router.perform = self._perform_router
+        for idx in range(shape.num_prefill):
+            self.start_worker(f"p{idx}", Role.PREFILL)
+        for idx in range(shape.num_decode):
+            self.start_worker(f"d{idx}", Role.DECODE)
+        self._poll_registry()
+        self._send_stats()
+
+    # ---- processes ----------------------------------------------------------------------------------
+
+    def start_worker(self, name: str, role: Role) -> None:
+        """Start a process, or a new life of one."""
+        self._lives += 1
+        shape = self.shape
+        is_prefill = role is Role.PREFILL
+        worker = SimWorker(
+            WorkerRef(name, str(self._lives)),
+            role,
+            self.time,
+            self.rng,
+            shape.prefill_blocks if is_prefill else shape.decode_blocks,
+            shape.prefill_block_size if is_prefill else shape.decode_block_size,
+        )
+        worker.index = self.index
+        worker.send = lambda router_id, message: self._to_router(worker, message)
+        worker.network = self.sessions.perform
+        self.workers[name] = worker
+        self.index.register(worker.registration)
+        self.note(f"start {worker.ref}")
+
+    def kill(self, name: str) -> None:
+        """SIGKILL: what it knew is gone; its peers hear of it in their own time."""
+        worker = self.workers[name]
+        worker.is_alive = False
+        self.note(f"kill {worker.ref}")
+        self.sessions.break_all_of(worker, "peer died")
+        self.disconnect(worker, "worker died")
+        self.time.after(1.0, lambda: self.index.deregister(worker.ref))
+
+    def disconnect(self, worker: SimWorker, reason: str) -> None:
+        """Cut the router's stream; both ends hear of it."""
+        connection = self._connections.pop(worker.ref, None)
+        if connection is None:
+            return
+        connection.is_open = False
+        connection.to_router.close()
+        connection.to_worker.close()
+        lost = PrefillRouterLost(ROUTER) if worker.role is Role.PREFILL else DecodeRouterLost(ROUTER)
+        self.time.after(self.rng.uniform(0.0, 0.1), lambda: worker.post(lost))
+        self.time.after(self.rng.uniform(0.0, 0.1), lambda: self.router.post(WorkerLost(worker.ref, reason)))
+
+    def drain(self, name: str, grace_s: float) -> None:
+        worker = self.workers[name]
+        self.note(f"drain {worker.ref}")
+        worker.post(PrefillDrain(grace_s) if worker.role is Role.PREFILL else DecodeDrain(grace_s))
+
+    def note(self, text: str) -> None:
+        self.log.append(f"{self.time.now_s:.6f} {text}")
+
+    def _find(self, ref: WorkerRef) -> SimWorker | None:
+        worker = self.workers.get(ref.worker_id)
+        return worker if worker is not None and worker.ref == ref else None
+
+    # ---- router and workers -------------------------------------------------------------------------
+
+    def _poll_registry(self) -> None:
+        if self.is_index_up:
+            live = [worker for worker in self.workers.values() if worker.is_alive and not worker.is_frozen]
+            self.router.post(WorkersListed(frozenset(worker.ref for worker in live)))
+            for worker in live:
+                if worker.ref not in self._connections:
+                    self.time.after(self.rng.uniform(0.0, RECONNECT_S), lambda worker=worker: self._connect(worker))  # type: ignore[misc]
+        self.time.after(POLL_S, self._poll_registry)
+
+    def _connect(self, worker: SimWorker) -> None:
+        if not worker.is_alive or worker.ref in self._connections:
+            return
+        ref = worker.ref
+        to_worker = Stream(self.wire, lambda message: self._deliver_to_worker(worker, message))
+        to_router = Stream(self.wire, self.router.post)
+        self._connections[ref] = Connection(worker, to_worker, to_router)
+        to_router.send(WorkerConnected(worker.info, worker.ref.worker_id))
+
+    def _send_stats(self) -> None:
+        for connection in list(self._connections.values()):
+            if connection.worker.is_alive and not connection.worker.is_frozen:
+                self._to_router(connection.worker, connection.worker.stats())
+        self.time.after(STATS_S, self._send_stats)
+
+    def _to_router(self, worker: SimWorker, message: Any) -> None:
+        connection = self._connections.get(worker.ref)
+        if connection is not None and worker.is_alive:
+            connection.to_router.send(WorkerMessageReceived(worker.ref, message))
+
+    def _deliver_to_worker(self, worker: SimWorker, message: Any) -> None:
+        match message:
+            case Prefill():
+                worker.post(PrefillMessage(ROUTER, message))
+            case Reserve():
+                worker.post(DecodeMessage(ROUTER, message))
+            case Cancel():
+                worker.post((PrefillMessage if worker.role is Role.PREFILL else DecodeMessage)(ROUTER, message))
+            case Drain(grace_s):
+                self.drain(worker.ref.worker_id, grace_s)
+
+    def _perform_router(self, effect: Any) -> None:
+        match effect:
+            case SendToWorker(ref, message):
+                if (connection := self._connections.get(ref)) is not None:
+                    connection.to_worker.send(message)
+            case LookupPrefix():
+                self.time.after(self.wire.delay_s(), lambda: self._look_up(effect))
+            case DropWorker(ref, reason):
+                if (connection := self._connections.get(ref)) is not None:
+                    self.disconnect(connection.worker, reason)
+            case Deliver(request_id, event):
+                self._deliver(request_id, event)
+
+    def _look_up(self, lookup: LookupPrefix) -> None:
+        found: list[tuple[WorkerRef, int]] = []
+        if self.is_index_up:
+            root = hash_root(dict(lookup.key.pairing.fields), lookup.key.block_size, lookup.cache_salt)
+            hashes = block_hashes(lookup.token_ids, lookup.key.block_size, root)
+            found = list(_now(self.index.longest_prefix(hashes, lookup.workers)).items())
+        self.router.post(PrefixFound(lookup.attempt_id, lookup.key, tuple(found)))
+
+    def _deliver(self, request_id: RequestId, event: GenerationEvent) -> None:
+        answer = self.answers[request_id]
+        assert answer.end is None, f"{request_id}: {event} after {answer.end}"
+        self.note(f"deliver {request_id} {type(event).__name__}")
+        if isinstance(event, Finished | Failed):
+            answer.end, answer.ended_s = event, self.time.now_s
+            return
+        for token in getattr(event, "tokens", ()):
+            output = answer.tokens.setdefault(token.choice_idx, [])
+            assert token.position == len(output), f"{request_id}: position {token.position} after {len(output)} tokens"
+            output.append(token.token.token_id)
+
+
+def _now(coroutine: Any) -> Any:
+    """The result of a coroutine that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("the in-memory index waited")
+
+
+OnEnd = Callable[[], None]

@@ -1,0 +1,183 @@
+"""Processes of a simulated cluster: the production cores, their timers, and what can happen to a process."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from common.ids import RouterId, WorkerRef
+from common.kv.block_pool import BlockPool
+from common.messages import Role, WorkerInfo, WorkerMessage, WorkerStats
+from common.prefix_index.memory import InMemoryIndex
+from common.prefix_index.protocol import Registration
+from common.request import PairingInfo
+from decode_worker.core import DecodeCore, DecodeLimits
+from decode_worker.events import PublishBlocks as DecodePublishes
+from decode_worker.events import RunStep as DecodeRuns
+from decode_worker.events import SendToRouter as DecodeSends
+from decode_worker.events import StepFailed as DecodeStepFailed
+from decode_worker.events import StepFinished as DecodeStepFinished
+from kvtransfer.plan import ChunkPlanner
+from kvtransfer.receiver import ReceiverCore
+from kvtransfer.sender import SenderCore
+from prefill_worker.core import PrefillCore, PrefillLimits
+from prefill_worker.events import LayerComputed
+from prefill_worker.events import PublishBlocks as PrefillPublishes
+from prefill_worker.events import RunStep as PrefillRuns
+from prefill_worker.events import SendToRouter as PrefillSends
+from prefill_worker.events import StepFailed as PrefillStepFailed
+from prefill_worker.events import StepFinished as PrefillStepFinished
+from tests.simkit.layered_engine import NUM_LAYERS, LayeredEngine
+from tests.simkit.virtual_time import VirtualTime
+
+PAIRING = PairingInfo((("model", "simulated"),))
+MAX_MODEL_LEN = 128
+LINK_TIMEOUT_S = 2.0
+SECONDS_PER_TOKEN = 0.002
+STEP_OVERHEAD_S = 0.004
+
+
+class AnyCore(Protocol):
+    def handle(self, event: Any, now_s: float) -> Sequence[Any]: ...
+
+    def handle_deadline(self, now_s: float) -> Sequence[Any]: ...
+
+    def next_deadline_s(self) -> float | None: ...
+
+    def check_invariants(self) -> None: ...
+
+
+class Node:
+    """One process: a core, its timer, and whether it runs, is frozen or is gone.
+
+    Its clock is the cluster's plus `skew_s`: no two processes agree on what time it is.
+    """
+
+    def __init__(self, name: str, core: AnyCore, time: VirtualTime, skew_s: float) -> None:
+        self.name = name
+        self.core = core
+        self.is_alive = True
+        self.is_frozen = False
+        self.perform: Callable[[Any], None]
+        self._time = time
+        self._skew_s = skew_s
+        self._waiting: deque[Any] = deque()
+        self._timer = 0
+
+    @property
+    def now_s(self) -> float:
+        return self._time.now_s + self._skew_s
+
+    def post(self, event: Any) -> None:
+        """Handle an event now; later, if the process is frozen; never, if it is gone."""
+        if self.is_alive and self.is_frozen:
+            self._waiting.append(event)
+        elif self.is_alive:
+            self._finish(self.core.handle(event, self.now_s))
+
+    def freeze(self) -> None:
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        self.is_frozen = False
+        while self._waiting and not self.is_frozen:
+            self.post(self._waiting.popleft())
+        self._set_timer()
+
+    def _finish(self, effects: Sequence[Any]) -> None:
+        self.core.check_invariants()
+        for effect in effects:
+            self.perform(effect)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        self._timer += 1
+        number, deadline_s = self._timer, self.core.next_deadline_s()
+        if deadline_s is not None:
+            self._time.after(deadline_s - self.now_s, lambda: self._fire(number))
+
+    def _fire(self, number: int) -> None:
+        if number == self._timer and self.is_alive and not self.is_frozen:
+            self._finish(self.core.handle_deadline(self.now_s))
+
+
+class SimWorker(Node):
+    """A worker process of either role. `route` takes the effects that leave it."""
+
+    def __init__(
+        self, ref: WorkerRef, role: Role, time: VirtualTime, rng: random.Random, num_blocks: int, block_size: int
+    ) -> None:
+        planner = ChunkPlanner(NUM_LAYERS, 8, min_chunk_bytes=64)
+        self.pool = BlockPool(num_blocks, block_size)
+        self.engine = LayeredEngine(block_size)
+        self.ref = ref
+        self.role = role
+        self.slowness = 1.0
+        self.failing_steps = 0
+        self._rng = rng
+        fields = dict(PAIRING.fields)
+        core: AnyCore
+        if role is Role.PREFILL:
+            self.transfers: Any = SenderCore(planner, 1024, LINK_TIMEOUT_S)
+            core = PrefillCore(self.pool, self.transfers, PrefillLimits(24, 4, 16), fields, NUM_LAYERS)
+        else:
+            self.transfers = ReceiverCore(planner, 1024, LINK_TIMEOUT_S)
+            core = DecodeCore(self.pool, self.transfers, DecodeLimits(24, 6, 16, 15.0), fields)
+        super().__init__(str(ref), core, time, rng.uniform(-1e4, 1e4))
+        self.info = WorkerInfo(
+            ref=ref,
+            role=role,
+            model_name="simulated",
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=6,
+            pid=0,
+            pairing=PAIRING,
+            handoff_address=ref.worker_id if role is Role.DECODE else "",
+        )
+        self.index: InMemoryIndex
+        self.send: Callable[[RouterId, WorkerMessage], None]
+        self.network: Callable[[SimWorker, Any], None]
+        self.perform = self._perform
+
+    @property
+    def registration(self) -> Registration:
+        return Registration(self.ref, self.role, self.ref.worker_id)
+
+    def stats(self) -> WorkerStats:
+        stats: WorkerStats = self.core.stats(self.now_s)  # type: ignore[attr-defined]
+        return stats
+
+    def _perform(self, effect: Any) -> None:
+        match effect:
+            case PrefillRuns() | DecodeRuns():
+                self._run_step(effect)
+            case PrefillSends(router_id, message) | DecodeSends(router_id, message):
+                self.send(router_id, message)
+            case PrefillPublishes(stored, evicted) | DecodePublishes(stored, evicted):
+                self.index.writer(self.ref).publish(stored, evicted)
+            case _:
+                self.network(self, effect)
+
+    def _run_step(self, effect: PrefillRuns | DecodeRuns) -> None:
+        plan = effect.plan
+        duration_s = (STEP_OVERHEAD_S + SECONDS_PER_TOKEN * plan.num_tokens) * self.slowness * self._rng.uniform(0.8, 1.2)
+        if self.failing_steps:
+            self.failing_steps -= 1
+            failed = PrefillStepFailed if self.role is Role.PREFILL else DecodeStepFailed
+            self._time.after(duration_s, lambda: self.post(failed(plan.step_id, "RuntimeError")))
+            return
+        self.engine.begin(plan)
+        for layer in range(NUM_LAYERS):
+            self._time.after(duration_s * (layer + 1) / (NUM_LAYERS + 1), lambda layer=layer: self._layer(effect, layer))  # type: ignore[misc]
+        self._time.after(duration_s, lambda: self._end_step(effect, duration_s))
+
+    def _layer(self, effect: PrefillRuns | DecodeRuns, layer: int) -> None:
+        self.engine.compute_layer(effect.plan, layer)
+        if isinstance(effect, PrefillRuns) and effect.reports_layers:
+            self.post(LayerComputed(effect.plan.step_id, layer + 1))
+
+    def _end_step(self, effect: PrefillRuns | DecodeRuns, duration_s: float) -> None:
+        result = self.engine.finish(effect.plan, duration_s)
+        self.post(PrefillStepFinished(result) if self.role is Role.PREFILL else DecodeStepFinished(result))
