@@ -32,7 +32,8 @@ class PrefillTiles:
 def prefill_tiles(num_rows: int, head_dim: int, dtype: torch.dtype) -> PrefillTiles:
     """Sized so that nothing spills on any target of tests/tools/kernel_table.py."""
     if dtype == torch.float32:
-        return PrefillTiles(block_m=32, block_n=32 if head_dim <= 64 else 16, num_warps=8, num_stages=1)
+        block_m, block_n = (32, 32) if head_dim <= 64 else (32, 16) if head_dim <= 128 else (16, 16)
+        return PrefillTiles(block_m, block_n, num_warps=8, num_stages=1)
     if head_dim > 128:
         return PrefillTiles(block_m=64, block_n=32, num_warps=8, num_stages=2)
     # sm_80 and gfx942 hold the products in registers, where sm_90 reads them from shared memory

@@ -120,7 +120,7 @@ def rope_and_write(
     assert kv.is_contiguous()
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    assert all(x.stride()[1:] == (head_dim, 1) for x in (q, k, v))
+    assert all(x[:1].is_contiguous() for x in (q, k, v))
     assert head_dim % 2 == 0
     dim_tile = triton.next_power_of_2(head_dim)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -1,0 +1,114 @@
+"""Every kernel against its reference on the GPU, and what the interpreter cannot show: races, wide offsets, graphs."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+from common.kernels.decode_attention import decode_attention
+from common.kernels.prefill_attention import prefill_attention
+from common.kernels.rope_write import rope_and_write
+from common.model.backend import AttentionBatch
+from tests.common.kernels.cases import Shape, attention_case
+from tests.common.kernels.checks import GRIDS
+from tests.common.kernels.pairwise import case_id
+from tests.gpu.report import Report
+
+NUM_REPEATS = 50
+
+
+def check_kernels(report: Report) -> None:
+    """The grid in parallel processes, because compiling takes most of the time; then the GPU's own checks."""
+    jobs = [(name, idx) for name, grid in GRIDS.items() for idx in range(len(grid.cases))]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), mp_context=context) as pool:
+        errors = list(pool.map(run_case, *zip(*jobs, strict=True), chunksize=4))
+    for (name, idx), error in zip(jobs, errors, strict=True):
+        report.check(f"{name}[{case_id(GRIDS[name].cases[idx])}]", error)
+    for check in (repeat_bit_equal, replay_decode_graph, use_last_block_of_large_pool):
+        report.check(check.__name__, _error_of(check))
+    print(f"{report.num_checks} checks, {len(report.failures)} failed", flush=True)
+
+
+def run_case(name: str, idx: int, device: str = "cuda") -> str | None:
+    """Error of one case of a grid, or None."""
+    grid = GRIDS[name]
+    return _error_of(lambda: grid.check(grid.cases[idx], device))
+
+
+def repeat_bit_equal(device: str = "cuda", num_repeats: int = NUM_REPEATS) -> None:
+    """Same bits every time, whatever lies in the memory that outputs and partial results are taken from."""
+    shape = Shape(head_dim=128, group=4, dtype=torch.bfloat16, device=device)
+    for kernel, lengths in ((decode_attention, ((900, 1), (33, 1))), (prefill_attention, ((900, 300), (33, 33)))):
+        case = attention_case(lengths, shape)
+        first = kernel(case.q, case.kv, case.batch, case.scale)
+        for _ in range(num_repeats):
+            poison = torch.full((1 << 20,), float("nan"), device=device)
+            del poison  # back to the allocator, which hands it to the next launch
+            assert torch.equal(kernel(case.q, case.kv, case.batch, case.scale), first)
+
+
+def replay_decode_graph() -> None:
+    """A captured step follows its inputs: lengths and block tables are read when it is replayed."""
+    shape = Shape(head_dim=128, group=4, dtype=torch.bfloat16, device="cuda")
+    captured, other = (attention_case(lengths, shape) for lengths in (((900, 1), (33, 1)), ((700, 1), (0, 1))))
+    decode_attention(captured.q, captured.kv, captured.batch, captured.scale)  # compile before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(captured.q, captured.kv, captured.batch, captured.scale)
+    captured.q.copy_(other.q)
+    captured.batch.seq_lens.copy_(other.batch.seq_lens)
+    captured.batch.block_tables.zero_()
+    captured.batch.block_tables[:, : other.batch.block_tables.shape[1]].copy_(other.batch.block_tables)
+    captured.kv[:, : other.kv.shape[1]].copy_(other.kv)
+    graph.replay()
+    torch.testing.assert_close(out, decode_attention(other.q, other.kv, other.batch, other.scale), rtol=0, atol=0)
+
+
+def use_last_block_of_large_pool() -> None:
+    """One plane of more than 2**31 elements. Needs 9 GiB."""
+    if torch.cuda.mem_get_info()[0] < 10 << 30:
+        print("not run: a pool of 9 GiB (not enough free memory)", flush=True)
+        return
+    num_blocks = 131_200
+    assert num_blocks * 16 * 8 * 128 > 2**31
+    use_last_block(num_blocks, "cuda")
+
+
+def use_last_block(num_blocks: int, device: str) -> None:
+    """Write a sequence to the last block of a pool and attend to it there; no other block changes."""
+    block_size, num_kv_heads, head_dim = 16, 8, 128
+    kv = torch.zeros((2, num_blocks, block_size, num_kv_heads, head_dim), dtype=torch.bfloat16, device=device)
+    batch = _one_block(num_blocks - 1, block_size, device)
+    k, v = (torch.rand(block_size, num_kv_heads, head_dim, device=device).bfloat16() for _ in range(2))
+    q = torch.rand(block_size, 2 * num_kv_heads, head_dim, device=device).bfloat16()
+    no_rotation = torch.cat((torch.ones(16, 64), torch.zeros(16, 64)), dim=1).to(device)
+    rope_and_write(q, k, v, no_rotation, batch.positions, kv, batch.slot_mapping)
+    assert torch.equal(kv[0, -1], k)
+    assert torch.equal(kv[1, -1], v)
+    assert not kv[:, :-1].any()
+    # q = 0 weighs all keys the same: the mean of the values so far
+    out = prefill_attention(torch.zeros_like(q), kv, batch, 1.0)
+    expected = v.float().cumsum(0) / torch.arange(1, 17, device=device)[:, None, None]
+    torch.testing.assert_close(out.float(), expected.repeat_interleave(2, dim=1), rtol=0, atol=2e-2)
+
+
+def _one_block(block_id: int, block_size: int, device: str) -> AttentionBatch:
+    """A sequence that fills exactly one block."""
+    positions = torch.arange(block_size, device=device)
+    cu_seqlens_q, seq_lens, table = (
+        torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, block_size], [block_size], [block_id])
+    )
+    return AttentionBatch(
+        positions, block_id * block_size + positions, cu_seqlens_q, seq_lens, table[None], block_size, block_size
+    )
+
+
+def _error_of(check: Callable[[], None]) -> str | None:
+    try:
+        check()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:500]}"
+    return None
