@@ -25,7 +25,8 @@ _ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # Workers share the GPUs of the machine: Ray must not hide them from actors that ask for none.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DEDUP_LOGS": "0",
+    # Ray makes its workers nice (15); the worker is what the machine is there for.
+    "RAY_worker_niceness": "0",
     "GLOG_minloglevel": "2",
 }
 _UNWANTED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")

@@ -14,7 +14,6 @@ from common.config import ClusterConfig
 from common.core_loop import CoreLoop
 from common.messages import Role
 from common.pools import PoolStore
-from common.telemetry.logs import get_logger
 from deploy.pools import (
     DrainWorker,
     KillWorker,
@@ -137,7 +136,6 @@ class RayPools:
             reason = _reason(error)
         _kill(handle)
         del self._handles[worker_id]
-        get_logger().info("worker_gone", worker_id=worker_id, reason=reason)
         self._report(worker_id, f"ended: {reason}" if reason else "ended")
         self._loop.post(WorkerEnded(worker_id, reason))
         self._note_change()
