@@ -91,7 +91,7 @@ class SimCluster:
         self._lives = 0
         self.sessions = Sessions(self.wire, self._find)
         limits = RouterLimits(shape.local_prefill_max_tokens, shape.max_num_queued)
-        self.router = Node("router", RouterCore(limits), self.time, rng.uniform(-1e4, 1e4))
+        self.router = Node("router", RouterCore(limits), self.time, rng.uniform(0.0, 1e4))
         self.router.perform = self._perform_router
         for idx in range(shape.num_prefill):
             self.start_worker(f"p{idx}", Role.PREFILL)

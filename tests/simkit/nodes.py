@@ -123,7 +123,7 @@ class SimWorker(Node):
         else:
             self.transfers = ReceiverCore(planner, 1024, LINK_TIMEOUT_S)
             core = DecodeCore(self.pool, self.transfers, DecodeLimits(24, 6, 16, 15.0), fields)
-        super().__init__(str(ref), core, time, rng.uniform(-1e4, 1e4))
+        super().__init__(str(ref), core, time, rng.uniform(0.0, 1e4))
         self.info = WorkerInfo(
             ref=ref,
             role=role,
