@@ -63,15 +63,18 @@ class InFlight:
 
     async def drain(self, grace_s: float) -> None:
         """Wait for what is here; what is left after the grace fails with a clear error."""
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._emptied.wait()
-        except TimeoutError:
+        if not await self.wait_until_empty(grace_s):
             for entry in list(self._entries.values()):
                 self._fail(entry, NoReadyPair("the server is shutting down"))
 
-    async def wait_until_empty(self) -> None:
-        await self._emptied.wait()
+    async def wait_until_empty(self, limit_s: float) -> bool:
+        """True once nothing is in flight; False after `limit_s`."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._emptied.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _add(self, request_id: RequestId) -> Entry:
         if self._is_closed:

@@ -1,0 +1,171 @@
+"""The router as a whole: its service and both APIs, from start to drain. Everything runs in one event loop.
+
+Owns the order of things: the ports are taken first, so that a second start fails at once; on a stop new requests are
+refused, running ones get the grace, then the servers close, then the service.
+"""
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from common.checkpoint import open_checkpoint
+from common.config import RouterConfig
+from common.prefix_index.reader import RedisIndexReader
+from common.prefix_index.registry import RedisRegistry
+from common.telemetry.logs import get_logger
+from common.telemetry.metrics import Metrics
+from router.frontend import Frontend
+from router.grpc_server import GrpcServer
+from router.http_admin import AdminHooks, ScalePool
+from router.http_generation import HttpSettings
+from router.http_server import build_app
+from router.listening import HttpServer, bind
+from router.served_model import ServedModel
+from router.service import RouterService
+from router.tokenizer import PromptTokenizer
+from router.validation import Validator
+
+# After the drain no request is left; this is for probes and watches.
+_SERVER_GRACE_S = 0.5
+# Streams that were ended by the drain still have to write their last event.
+_LAST_WORDS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterPorts:
+    """Where the router listens, once it does."""
+
+    http: int
+    grpc: int
+
+
+OnReady = Callable[[RouterPorts], None]
+
+
+def run(config: RouterConfig, *, scale_pool: ScalePool | None = None, on_ready: OnReady | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, on uvloop. Blocks. Raises PortInUse."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config, scale_pool=scale_pool, on_ready=on_ready))
+
+
+async def serve(
+    config: RouterConfig,
+    *,
+    scale_pool: ScalePool | None = None,
+    on_ready: OnReady | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve both APIs until `stop` is set; without one, until SIGTERM or SIGINT. Then drain.
+
+    `scale_pool(role, replicas)` is what `POST /admin/v1/pools/{role}` calls. `on_ready` is called once both ports
+    answer; whether a request would find workers is what `/ready` says. Raises PortInUse, or what broke the service.
+    """
+    async with AsyncExitStack() as stack:
+        stop = stop or stack.enter_context(_StopSignals()).stop
+        listener = bind(config.host, config.http_port, "--http-port")
+        stack.callback(listener.close)
+        model, tokenizer = _open_model(config)
+        metrics = _metrics(config, model)
+        service = await stack.enter_async_context(_service(config, metrics))
+        validator = Validator(model, config.default_deadline_s, random.SystemRandom())
+        frontend = Frontend(service, tokenizer, model, validator)
+        grpc_server = GrpcServer(frontend, config.max_body_bytes, _address(config.host, config.grpc_port))
+        hooks = AdminHooks(metrics.exposition, _version(), scale_pool)
+        settings = HttpSettings(config.max_body_bytes, config.sse_keep_alive_s)
+        http_server = HttpServer(build_app(frontend, settings, hooks), listener)
+        await grpc_server.start()
+        stack.push_async_callback(grpc_server.stop, _SERVER_GRACE_S)
+        ports = RouterPorts(http_server.port, grpc_server.port)
+        get_logger().info("router_started", http_port=ports.http, grpc_port=ports.grpc, model=model.name)
+        if on_ready is not None:
+            on_ready(ports)
+        await serve_until(stop, service.wait(), frontend, http_server, config.drain_grace_s)
+        get_logger().info("router_stopped")
+
+
+async def serve_until(
+    stop: asyncio.Event,
+    service_end: Coroutine[Any, Any, None],
+    frontend: Frontend,
+    http_server: HttpServer,
+    grace_s: float,
+) -> None:
+    """Run the HTTP server until `stop` is set, then drain; or until the service ends, which raises why."""
+    serving = asyncio.ensure_future(http_server.serve())
+    stopped = asyncio.ensure_future(stop.wait())
+    broken = asyncio.ensure_future(service_end)
+    try:
+        await asyncio.wait({serving, stopped, broken}, return_when=asyncio.FIRST_COMPLETED)
+        if broken.done():
+            broken.result()
+        frontend.in_flight.close()
+        await frontend.in_flight.drain(grace_s)
+        await frontend.in_flight.wait_until_empty(_LAST_WORDS_S)
+    finally:
+        http_server.stop()
+        stopped.cancel()
+        broken.cancel()
+        await asyncio.gather(serving, stopped, broken, return_exceptions=True)
+
+
+class _StopSignals:
+    """SIGTERM and SIGINT set an event while this is open."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+
+    def __enter__(self) -> "_StopSignals":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def _service(config: RouterConfig, metrics: Metrics) -> AsyncIterator[RouterService]:
+    index = RedisIndexReader(config.redis_url, config.namespace)
+    registry = RedisRegistry(config.redis_url, config.namespace)
+    service = RouterService(config, index, registry, metrics)
+    try:
+        await service.start()
+        yield service
+    finally:
+        await service.close()
+        await registry.close()
+        await index.close()
+
+
+def _open_model(config: RouterConfig) -> tuple[ServedModel, PromptTokenizer]:
+    checkpoint = open_checkpoint(Path(config.model.path))
+    return ServedModel.of(checkpoint, config.model, int(time.time())), PromptTokenizer.of(checkpoint)
+
+
+def _metrics(config: RouterConfig, model: ServedModel) -> Metrics:
+    metrics = Metrics(model.name, "router", config.router_id)
+    metrics.set("pdserve_build_info", 1, version=_version())
+    if config.metrics_port is not None:
+        metrics.serve(config.host, config.metrics_port)
+    return metrics
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _version() -> str:
+    try:
+        return metadata.version("pdserve")
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "0.0.0"
