@@ -99,9 +99,16 @@ class Driver:
         self.core.check_invariants()
         self._sort(effects)
 
-    def advance(self, seconds: float) -> None:
-        """Let time pass, with every deadline noticed on time."""
+    def advance(self, seconds: float, silent: str = "") -> None:
+        """Let time pass, with every deadline noticed on time. All workers but `silent` are heard every second."""
         end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self._advance_to(min(end_s, self.now_s + 1.0))
+            for worker in self.core.workers:
+                if worker.ref.worker_id != silent:
+                    self.feed(WorkerMessageReceived(worker.ref, worker.info))
+
+    def _advance_to(self, end_s: float) -> None:
         while (deadline_s := self.core.next_deadline_s()) is not None and deadline_s <= end_s:
             self.now_s = max(self.now_s, deadline_s)
             self._sort(self.core.handle_deadline(self.now_s))
