@@ -17,16 +17,16 @@ chain of hashes never loses a parent before its child, and the longest prefix ca
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum
 
 from common.ids import BlockHash
 
 
-class RefKind(Enum):
-    """Why a block is referenced."""
+class RefKind(IntEnum):
+    """Why a block is referenced. The values index the pool's counters."""
 
-    USED = auto()
-    HELD = auto()
+    USED = 0
+    HELD = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ class BlockPool:
         assert block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._refs = {RefKind.USED: [0] * num_blocks, RefKind.HELD: [0] * num_blocks}
+        self._used = [0] * num_blocks  # references per block
+        self._held = [0] * num_blocks
+        self._refs = (self._used, self._held)  # by RefKind
         self._num_used = 0
         self._num_held = 0
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the most recently freed is warm in the caches
@@ -107,7 +109,7 @@ class BlockPool:
         return self._refs[kind][block]
 
     def ref_count(self, block: int) -> int:
-        return self._refs[RefKind.USED][block] + self._refs[RefKind.HELD][block]
+        return self._used[block] + self._held[block]
 
     def is_shared(self, block: int) -> bool:
         """More than one reference: a writer must copy it first."""
@@ -169,7 +171,7 @@ class BlockPool:
 
     def check_invariants(self) -> None:
         """Every block is in exactly one state, and the cache's two maps mirror each other. O(num_blocks)."""
-        used, held = self._refs[RefKind.USED], self._refs[RefKind.HELD]
+        used, held = self._used, self._held
         free = set(self._free)
         assert len(free) == len(self._free), "a block is on the free list twice"
         assert min(used) >= 0
@@ -226,9 +228,9 @@ class BlockPool:
         self._count(block, +1)
 
     def _count(self, block: int, sign: int) -> None:
-        if self._refs[RefKind.USED][block] > 0:
+        if self._used[block] > 0:
             self._num_used += sign
-        elif self._refs[RefKind.HELD][block] > 0:
+        elif self._held[block] > 0:
             self._num_held += sign
 
     def _check_id(self, block: int) -> None:

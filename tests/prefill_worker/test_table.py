@@ -1,0 +1,146 @@
+"""Every event in every state of a prefill request, late and duplicate ones included: where it ends up."""
+
+from collections.abc import Callable
+
+import pytest
+
+from common.errors import InvalidTransition
+from common.ids import TransferId
+from kvtransfer.events import CancelledByPeer, ChunkPacked, ChunkSent, PeerLost, PeerReady
+from prefill_worker.events import DrainRequested, LayerComputed, RouterLost, StepFailed, StepFinished
+from tests.prefill_worker.harness import DECODE, ROUTER, Bench, attempt, prompt, tokens
+
+TRY = 5
+TRANSFER = TransferId(attempt("a"), TRY)
+
+
+def ask(bench: Bench, prefill_try: int = TRY) -> None:
+    bench.prefill(prompt("a", tokens(40), prefill_try=prefill_try, deadline_s=50.0))
+
+
+def absent(bench: Bench) -> None:
+    pass
+
+
+def waiting(bench: Bench) -> None:
+    bench.prefill(prompt("busy", tokens(64, first=900)))
+    ask(bench)
+
+
+def running(bench: Bench) -> None:
+    ask(bench)
+
+
+def computed(bench: Bench) -> None:
+    ask(bench)
+    bench.step()
+
+
+def ending_in_step(bench: Bench) -> None:
+    ask(bench)
+    bench.cancel("a")
+
+
+def ending_in_transfer(bench: Bench) -> None:
+    bench.sender.is_packing = True
+    computed(bench)
+    bench.cancel("a")
+
+
+STATES: list[Callable[[Bench], None]] = [absent, waiting, running, computed, ending_in_step, ending_in_transfer]
+
+
+def step_id(bench: Bench) -> int:
+    return -1 if bench.plan is None else bench.plan.step_id
+
+
+def finish(bench: Bench) -> None:
+    if bench.plan is None:
+        raise InvalidTransition("the harness has no step to finish")
+    plan, bench.plan = bench.plan, None
+    bench.handle(StepFinished(bench.runner.run(plan)))
+
+
+def fail(bench: Bench) -> None:
+    number, bench.plan = step_id(bench), None
+    bench.handle(StepFailed(number, "x"))
+
+
+EVENTS: dict[str, Callable[[Bench], object]] = {
+    "same try": ask,
+    "older try": lambda bench: ask(bench, TRY - 1),
+    "newer try": lambda bench: ask(bench, TRY + 1),
+    "cancel": lambda bench: bench.cancel("a"),
+    "router lost": lambda bench: bench.handle(RouterLost(ROUTER)),
+    "layer": lambda bench: bench.handle(LayerComputed(step_id(bench), 1)),
+    "layer of another step": lambda bench: bench.handle(LayerComputed(99, 1)),
+    "step finished": finish,
+    "step failed": fail,
+    "acknowledged": lambda bench: bench.acknowledge("a", TRY),
+    "cancelled by peer": lambda bench: bench.handle(CancelledByPeer(TRANSFER, "x")),
+    "network noise": lambda bench: [
+        bench.handle(event)
+        for event in (PeerReady(DECODE), ChunkPacked(TRANSFER, 0), ChunkSent(TRANSFER, 0), PeerLost(DECODE, "x"))
+    ],
+    "deadline": lambda bench: bench.advance(50.0),
+    "drain": lambda bench: bench.handle(DrainRequested(10.0)),
+}
+
+# One column per state. "-" = nothing of the attempt is known, "!" = raises InvalidTransition.
+TABLE = """
+                        absent   waiting  running         computed  ending_in_step  ending_in_transfer
+same try                running  waiting  running         computed  ending          ending
+older try               running  waiting  running         computed  ending+waiting  ending+running
+newer try               running  waiting  ending+waiting  running   ending+waiting  ending+running
+cancel                  -        -        ending          -         ending          ending
+router lost             -        -        ending          -         ending          ending
+layer                   !        waiting  running         !         ending          !
+layer of another step   !        !        !               !         !               !
+step finished           !        running  computed        !         -               !
+step failed             !        running  -               !         -               !
+acknowledged            -        waiting  !               -         ending          -
+cancelled by peer       -        waiting  ending          -         ending          -
+network noise           -        waiting  running         computed  ending          ending
+deadline                -        -        ending          -         ending          -
+drain                   -        waiting  running         computed  ending          ending
+"""
+
+
+def rows() -> list[tuple[str, str, str]]:
+    lines = TABLE.strip("\n").splitlines()
+    names = lines[0].split()
+    cells = []
+    for line in lines[1:]:
+        event, outcomes = line[:24].strip(), line[24:].split()
+        cells += [(event, name, outcome) for name, outcome in zip(names, outcomes, strict=True)]
+    return cells
+
+
+def test_table_is_complete() -> None:
+    assert {(event, state) for event, state, _ in rows()} == {
+        (event, state.__name__) for event in EVENTS for state in STATES
+    }
+
+
+@pytest.mark.parametrize(("event", "state", "outcome"), rows())
+def test_event_in_state(event: str, state: str, outcome: str) -> None:
+    bench = Bench(budget=64, max_num_seqs=1)
+    next(builder for builder in STATES if builder.__name__ == state)(bench)
+    if outcome == "!":
+        with pytest.raises((InvalidTransition, AssertionError)):
+            EVENTS[event](bench)
+        return
+    EVENTS[event](bench)
+    phases = [str(r.phase) for r in bench.core._requests.values() if r.work.attempt_id == attempt("a")]
+    assert ("+".join(phases) or "-") == outcome
+    settle(bench)
+
+
+def settle(bench: Bench) -> None:
+    """Whatever it was, everything comes to its end and back to the pool."""
+    for _ in range(4):
+        bench.run_all()
+        for transfer_id in list(bench.sender.active):
+            bench.handle(CancelledByPeer(transfer_id, "over"))
+    assert bench.counts() == (0, 0)
+    assert bench.core.next_deadline_s() in (None, bench.core._drain_deadline_s)
