@@ -52,7 +52,7 @@ def decoding(bench: Bench) -> None:
 
 
 def preempted(bench: Bench) -> None:
-    """It had to give its blocks to an older one."""
+    """One of its choices had to give its blocks to an older attempt."""
     bench.start(job("older", tokens(44, first=900), max_tokens=40))
     bench.start(WORK)
     while not bench.core.stats(bench.now_s).num_preemptions:
@@ -111,7 +111,7 @@ cancel choice 0         -        reserved ready    ready    ready    ready     e
 router lost             -        -        -        -        -        -         ending
 step finished           !        !        ready    ready    ready    ready     !
 another step finished   !        !        !        !        !        !         !
-step failed             !        !        -        ready    -        ready     !
+step failed             !        !        -        ready    -        -         !
 chunk announced         -        reserved ready    ready    ready    ready     ending
 chunk received          -        reserved ready    ready    ready    ready     ending
 chunk written           -        reserved ready    ready    ready    ready     -
