@@ -88,13 +88,14 @@ class Bench:
         max_num_seqs: int = 8,
         max_num_waiting: int = 8,
         reservation_timeout_s: float = 30.0,
+        pool: BlockPool | None = None,
     ) -> None:
         self.now_s = 100.0
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = pool or BlockPool(num_blocks, block_size)
         self.receiver = ScriptedReceiver()
         limits = DecodeLimits(budget, max_num_seqs, max_num_waiting, reservation_timeout_s)
         self.core = DecodeCore(self.pool, self.receiver, limits, {"model": "m"})
-        self.runner = FakeRunner(block_size)
+        self.runner = FakeRunner(self.pool.block_size)
         self.plan: StepPlan | None = None
         self.effects: list[DecodeEffect] = []
         self.told: list[Told] = []

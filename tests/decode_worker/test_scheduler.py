@@ -2,6 +2,7 @@
 
 import pytest
 
+from common.kv.block_pool import BlockPool, RefKind
 from common.messages import Granted, HandoffReport, Refused
 from common.request import SamplingParams, Work
 from tests.decode_worker.harness import Bench, attempt, job, tokens
@@ -273,3 +274,31 @@ def test_cancel_of_a_preempted_sequence_leaves_nothing() -> None:
     bench.cancel("r1")
     bench.run_all()
     assert_exact(bench, jobs[0])
+
+
+class ScarcePool(BlockPool):
+    """Has no block for the next `num_failures` requests, whatever it holds."""
+
+    num_failures = 0
+
+    def allocate(self, num: int, kind: RefKind) -> list[int] | None:
+        if self.num_failures > 0 and num > 0:
+            self.num_failures -= 1
+            return None
+        return super().allocate(num, kind)
+
+
+@pytest.mark.parametrize("num_failures", [1, 5])
+def test_exhaustion_is_an_answer_not_an_error(num_failures: int) -> None:
+    """Eight sequences run; the pool says no some times in a row; nobody fails and nobody's tokens change."""
+    pool = ScarcePool(64, 4)
+    bench = Bench(pool=pool, max_num_waiting=0)
+    jobs = works(8, 7, 12)
+    for work in jobs:
+        bench.start(work)
+    bench.step()
+    pool.num_failures = num_failures
+    bench.run_all()
+    assert pool.num_failures == 0
+    assert_exact(bench, *jobs)
+    assert all(len(bench.messages(work.attempt_id.request_id)) == 2 for work in jobs)
