@@ -165,7 +165,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of each sequence's one new token; zero where seq_len is 0 (the padding of a captured batch)."""
     assert kv.is_contiguous()
-    assert q.stride(-1) == 1
+    assert q.stride(-1) == batch.block_tables.stride(-1) == 1
     assert batch.max_query_len <= 1
     _, num_heads, head_dim = q.shape
     _, _, block_size, num_kv_heads, _ = kv.shape

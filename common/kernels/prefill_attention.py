@@ -185,7 +185,7 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Attention of every new token over its sequence; a sequence may have any number of them, also one or none."""
     assert kv.is_contiguous()
-    assert q.stride(-1) == 1
+    assert q.stride(-1) == batch.block_tables.stride(-1) == 1
     num_tokens, num_heads, head_dim = q.shape
     _, _, block_size, num_kv_heads, _ = kv.shape
     group = num_heads // num_kv_heads

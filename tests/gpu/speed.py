@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ class Work:
     amount: float
     is_compute: bool
     ours: Callable[[], object]
-    peers: dict[str, Callable[[], object]]
+    peers: Mapping[str, Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
