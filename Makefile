@@ -43,3 +43,9 @@ lines: install
 
 clean:
 	rm -rf build $(VENV)
+
+sim: install
+	@PDSERVE_SIM_SEEDS=2000 $(BIN)/python -m pytest -q tests/simkit/test_cluster_simulation.py
+
+explore: install
+	@$(BIN)/python -m tests.simkit.deep_exploration

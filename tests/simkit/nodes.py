@@ -162,7 +162,9 @@ class SimWorker(Node):
 
     def _run_step(self, effect: PrefillRuns | DecodeRuns) -> None:
         plan = effect.plan
-        duration_s = (STEP_OVERHEAD_S + SECONDS_PER_TOKEN * plan.num_tokens) * self.slowness * self._rng.uniform(0.8, 1.2)
+        duration_s = (
+            (STEP_OVERHEAD_S + SECONDS_PER_TOKEN * plan.num_tokens) * self.slowness * self._rng.uniform(0.8, 1.2)
+        )
         if self.failing_steps:
             self.failing_steps -= 1
             failed = PrefillStepFailed if self.role is Role.PREFILL else DecodeStepFailed
@@ -170,7 +172,9 @@ class SimWorker(Node):
             return
         self.engine.begin(plan)
         for layer in range(NUM_LAYERS):
-            self._time.after(duration_s * (layer + 1) / (NUM_LAYERS + 1), lambda layer=layer: self._layer(effect, layer))  # type: ignore[misc]
+            self._time.after(
+                duration_s * (layer + 1) / (NUM_LAYERS + 1), lambda layer=layer: self._layer(effect, layer)
+            )  # type: ignore[misc]
         self._time.after(duration_s, lambda: self._end_step(effect, duration_s))
 
     def _layer(self, effect: PrefillRuns | DecodeRuns, layer: int) -> None:

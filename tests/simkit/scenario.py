@@ -72,7 +72,9 @@ class Scenario:
         text = "\n".join(cluster.log)
         finished = sum(isinstance(answer.end, Finished) for answer in cluster.answers.values())
         preemptions = sum(worker.stats().num_preemptions for worker in cluster.workers.values())
-        return Run(hashlib.sha256(text.encode()).hexdigest(), len(self.requests), finished, self.done_faults, preemptions)
+        return Run(
+            hashlib.sha256(text.encode()).hexdigest(), len(self.requests), finished, self.done_faults, preemptions
+        )
 
     # ---- requests -----------------------------------------------------------------------------------
 
