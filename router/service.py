@@ -260,4 +260,5 @@ def _view(worker: Worker) -> WorkerView:
         pairing_key=hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16],
         kv_dtype=fields.get("dtype", ""),
         device=info.device,
+        num_preemptions=worker.stats.num_preemptions,
     )

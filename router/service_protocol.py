@@ -41,6 +41,7 @@ class WorkerView:
     pairing_key: str = ""
     kv_dtype: str = ""
     device: str = ""
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
