@@ -11,6 +11,7 @@ _CODES = {
     ("deploy.admin", "AdminFailed"): _FAILED,
     ("deploy.generate", "GenerateFailed"): _FAILED,
     ("router.listening", "PortInUse"): _FAILED,
+    ("common.checkpoint.spec", "CheckpointError"): _FAILED,
     ("common.errors", "PdserveError"): _FAILED,
 }
 
