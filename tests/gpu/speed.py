@@ -90,7 +90,7 @@ def seconds(run: Callable[[], object], device: str) -> float:
         run()
         end_mark.record()
     torch.cuda.synchronize()
-    return statistics.median(start_mark.elapsed_time(end_mark) for start_mark, end_mark in marks) / 1e3
+    return float(statistics.median(start_mark.elapsed_time(end_mark) for start_mark, end_mark in marks)) / 1e3
 
 
 def all_work(sizes: Sizes, device: str) -> Iterator[Work]:

@@ -12,6 +12,7 @@ from tests.interpreter import import_triton_interpreted
 
 import_triton_interpreted()
 
+from tests.common.kernels.cases import Shape  # noqa: E402
 from tests.common.kernels.checks import GRIDS  # noqa: E402
 from tests.gpu import correctness, speed  # noqa: E402
 from tests.gpu.report import Measurement, Report  # noqa: E402
@@ -79,17 +80,25 @@ def test_work_gives_the_same_as_its_peers() -> None:
 
 
 def test_a_failed_check_is_reported_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert correctness.run_case("silu_mul", 3, device="cpu") is None
+    assert correctness.run_case("silu_mul", 3, "cpu") is None
     grid = GRIDS["silu_mul"]
     monkeypatch.setitem(GRIDS, "silu_mul", type(grid)(_fail, grid.cases))
-    error = correctness.run_case("silu_mul", 3, device="cpu")
+    error = correctness.run_case("silu_mul", 3, "cpu")
     report = Report()
     report.check("silu_mul", error)
     assert report.failures == ["silu_mul: AssertionError: off by one"]
 
 
+def test_jobs_run_in_processes_and_are_all_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the child processes
+    report = Report()
+    correctness.check_jobs(report, [("silu_mul", 5), ("pack_chunk", 3)], "cpu")
+    assert report.num_checks == 2
+    assert report.failures == []
+
+
 def test_repeats_are_bit_equal_under_the_interpreter_too() -> None:
-    correctness.repeat_bit_equal(device="cpu", num_repeats=1)
+    correctness.repeat_bit_equal(Shape(head_dim=16), num_repeats=1)
 
 
 def test_last_block_of_a_pool_is_written_and_read() -> None:
