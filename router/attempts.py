@@ -90,7 +90,7 @@ class Attempts:
             return
         request, attempt = found
         if attempt.phase is Phase.PREFILLING and message.prefill_try == attempt.prefill_try:
-            self._dispatch.refused(self._ledger.pool.get(attempt.prefill), now_s)
+            self._dispatch.refused(self._ledger.pool.get(attempt.prefill), attempt, now_s)
             self._retry_prefill(request, attempt, f"transfer failed: {message.reason}", now_s, cancel=True)
 
     def _decoding(self, attempt: Attempt) -> None:
@@ -132,7 +132,7 @@ class Attempts:
         if not message.is_retryable:
             self._ledger.fail(request, InvalidRequest(message.reason), now_s)
             return
-        self._dispatch.refused(worker, now_s)
+        self._dispatch.refused(worker, attempt, now_s)
         self._ledger.release_prefill(attempt, cancel=False)
         self._await_prefill(request, attempt)
 
@@ -146,7 +146,7 @@ class Attempts:
         if not message.is_retryable:
             self._ledger.fail(request, WorkerFailed(reason), now_s)
             return
-        self._dispatch.refused(worker, now_s)
+        self._dispatch.refused(worker, attempt, now_s)
         if on_decode is not None:
             self._replay(request, [attempt], reason, now_s)
         else:
@@ -183,7 +183,7 @@ class Attempts:
         if not message.is_retryable:
             self._ledger.fail(request, InvalidRequest(message.reason), now_s)
             return
-        self._dispatch.refused(worker, now_s)
+        self._dispatch.refused(worker, attempt, now_s)
         renewed = request.renew(attempt)
         self._ledger.end_attempt(request, attempt, f"refused: {message.reason}", cancel_decode=False)
         self._dispatch.enqueue(request, renewed)
@@ -229,7 +229,6 @@ class Attempts:
         if not self._may_retry(request, lost, reason, now_s):
             return
         self._ledger.release_prefill(attempt, cancel=cancel)
-        attempt.failed_prefill = attempt.prefill
         self._await_prefill(request, attempt)
 
     def _await_prefill(self, request: Request, attempt: Attempt) -> None:

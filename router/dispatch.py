@@ -93,10 +93,10 @@ class Dispatch:
             ids = prefill.ref.worker_id, decode.ref.worker_id
             self._ledger.deliver(request, Accepted(*ids, len(request.spec.token_ids), num_cached))
 
-    def refused(self, worker: Worker | None, now_s: float) -> None:
-        """It has no room, or failed: nothing more for it for a while."""
-        if worker is not None:
-            worker.refused(now_s)
+    def refused(self, worker: Worker | None, attempt: Attempt, now_s: float) -> None:
+        """It has no room, or failed: nothing more for it for a while. Call while it holds the attempt."""
+        if worker is not None and attempt.attempt_id in worker.shares:
+            worker.refused(attempt.attempt_id, now_s)
             self._ledger.timers.set(TimerKey("closed", worker.ref), worker.closed_until_s)
 
     def _try_reserve(self, request: Request, attempt: Attempt, now_s: float) -> bool:
@@ -108,7 +108,7 @@ class Dispatch:
         self._placed(attempt, worker, now_s)
         request.note_decision(decision)
         attempt.decode, attempt.phase = worker.ref, Phase.RESERVING
-        worker.place(attempt.attempt_id, blocks=self._placement.num_blocks(attempt, worker))
+        worker.place(attempt.attempt_id, now_s, blocks=self._placement.num_blocks(attempt, worker))
         reserve = Reserve(request.work(attempt, now_s), self._placement.local_max(request))
         self._ledger.emit(SendToWorker(worker.ref, reserve))
         return True
@@ -126,7 +126,7 @@ class Dispatch:
         attempt.prefill, attempt.phase = worker.ref, Phase.PREFILLING
         attempt.prefill_try += 1
         promised = attempt.promised(worker.ref)
-        worker.place(attempt.attempt_id, tokens=len(attempt.token_ids) - promised)
+        worker.place(attempt.attempt_id, now_s, tokens=len(attempt.token_ids) - promised)
         request.dispatched(attempt, now_s)
         self.accept(request, worker, decode, promised)
         work, address = request.work(attempt, now_s), decode.info.handoff_address

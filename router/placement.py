@@ -114,8 +114,6 @@ class Placement:
             return "does not pair or is not the one asked for" if worker.is_ready else f"is {worker.state}"
         if now_s < worker.closed_until_s:
             return "has refused lately"
-        if worker.ref == attempt.failed_prefill and len(partners) > 1:
-            return "failed this request before"
         return ""
 
     def _mismatch(self, request: Request, attempt: Attempt, worker: Worker) -> str:

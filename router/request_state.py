@@ -89,7 +89,6 @@ class Attempt:
     decode: WorkerRef | None = None
     prefill: WorkerRef | None = None  # of the current try
     prefill_try: int = -1  # -1: none yet
-    failed_prefill: WorkerRef | None = None  # the last one; avoided while there is another
     first_missing_token: int = 0
     is_local: bool = False
     end_reason: str = ""

@@ -38,6 +38,7 @@ class Load:
 class Share:
     """What one attempt of ours takes of a worker."""
 
+    placed_s: float
     tokens: int  # still to be computed by a prefill worker
     blocks: int  # of a decode worker
 
@@ -57,7 +58,8 @@ class Worker:
     sequences: Load = field(default_factory=Load)
     shares: dict[AttemptId, Share] = field(default_factory=dict)
     num_refusals: int = 0  # since it last took something
-    closed_until_s: float = 0.0  # it refused: no new work before
+    refused_s: float = float("-inf")  # when it last did
+    closed_until_s: float = 0.0  # no new work before
     last_chosen: int = 0  # ordinal of the router's decision
     recent_placements: float = 0.0  # decays, see policy.decayed
     recent_at_s: float = 0.0
@@ -83,9 +85,9 @@ class Worker:
             return WorkerState.DRAINING
         return self.stats.state
 
-    def place(self, attempt_id: AttemptId, *, tokens: int = 0, blocks: int = 0) -> None:
+    def place(self, attempt_id: AttemptId, now_s: float, *, tokens: int = 0, blocks: int = 0) -> None:
         assert attempt_id not in self.shares, f"{attempt_id} is on {self.ref} already"
-        self.shares[attempt_id] = Share(tokens, blocks)
+        self.shares[attempt_id] = Share(now_s, tokens, blocks)
         self.tokens.add(tokens)
         self.blocks.add(blocks)
         self.sequences.add(1)
@@ -111,10 +113,15 @@ class Worker:
         self.blocks.report(stats.kv_blocks_used + stats.kv_blocks_held)
         self.sequences.report(stats.num_running + stats.num_waiting)
 
-    def refused(self, now_s: float) -> None:
-        """It has no room, or failed: leave it alone for a while that doubles."""
-        self.num_refusals += 1
-        self.close(now_s)
+    def refused(self, attempt_id: AttemptId, now_s: float) -> None:
+        """It has no room for an attempt, or failed it: leave it alone for a while that doubles.
+
+        What was asked for before the last refusal counts with that one: a burst is refused as a whole.
+        """
+        if self.shares[attempt_id].placed_s > self.refused_s:
+            self.num_refusals += 1
+            self.refused_s = now_s
+            self.close(now_s)
 
     def close(self, now_s: float) -> None:
         """No new work for a while, as long as it has not taken anything since it refused."""

@@ -294,6 +294,20 @@ def test_room_that_a_worker_reports_reopens_it_at_once() -> None:
     assert isinstance(driver.take_one("d0"), Reserve)
 
 
+def test_worker_that_refused_is_tried_with_one_request_first() -> None:
+    driver = Driver("p0", "d0")
+    for idx in range(3):
+        driver.submit(request(f"r{idx}"))
+    for message in driver.take("d0"):
+        assert isinstance(message, Reserve)
+        driver.say("d0", Refused(message.work.attempt_id, "no room", is_retryable=True))
+    driver.advance(0.11)
+    message = driver.take_one("d0")
+    assert isinstance(message, Reserve)
+    driver.say("d0", Granted(message.work.attempt_id, 0, is_local=False))
+    assert len(driver.take("d0")) == 2
+
+
 def test_refusal_by_prefill_keeps_the_grant_and_tries_another() -> None:
     driver = Driver("p0", "p1", "d0")
     driver.submit(request())

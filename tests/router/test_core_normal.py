@@ -204,3 +204,13 @@ def test_accepted_names_both_workers_once(num_cached: int) -> None:
     accepted = driver.accepted()
     assert (accepted.prefill_worker_id, accepted.decode_worker_id) == ("p0", "d0")
     assert (accepted.num_prompt_tokens, accepted.num_cached_tokens) == (64, num_cached)
+
+
+def test_repeats_of_delivered_tokens_leave_no_trace() -> None:
+    driver = Driver("p0", "d0")
+    attempt_id = driver.to_decoding(request(max_tokens=200))
+    for position in range(1, 100):
+        driver.tokens("d0", attempt_id, token(position))
+    driver.tokens("d0", attempt_id, *(token(position) for position in range(100)))
+    assert len(driver.token_ids()) == 100
+    assert driver.take() == []  # no replay

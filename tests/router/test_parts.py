@@ -54,7 +54,7 @@ def make_worker() -> Worker:
 
 def test_load_is_the_report_plus_what_was_placed_since() -> None:
     worker, attempt_id = make_worker(), AttemptId(RequestId("a"), 0)
-    worker.place(attempt_id, tokens=100)
+    worker.place(attempt_id, 0.0, tokens=100)
     assert (worker.tokens.value, worker.sequences.value) == (100, 1)
     worker.report(WorkerStats(num_waiting_uncached_tokens=250, num_waiting=3))
     assert (worker.tokens.value, worker.sequences.value) == (250, 3)
@@ -66,7 +66,7 @@ def test_load_is_the_report_plus_what_was_placed_since() -> None:
 
 def test_load_is_never_below_what_is_ours() -> None:
     worker = make_worker()
-    worker.place(AttemptId(RequestId("a"), 0), tokens=100)
+    worker.place(AttemptId(RequestId("a"), 0), 0.0, tokens=100)
     worker.report(WorkerStats())  # made before the placement arrived
     assert worker.tokens.value == 100
 
@@ -74,13 +74,25 @@ def test_load_is_never_below_what_is_ours() -> None:
 def test_refusals_back_off_up_to_a_bound_and_acceptance_resets_it() -> None:
     worker = make_worker()
     pauses = []
-    for _ in range(40):
-        worker.refused(10.0)
-        pauses.append(worker.closed_until_s - 10.0)
+    for idx in range(40):
+        attempt_id = AttemptId(RequestId("a"), idx)
+        worker.place(attempt_id, float(idx))
+        worker.refused(attempt_id, float(idx))
+        pauses.append(worker.closed_until_s - idx)
     assert pauses[:5] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6])
     assert max(pauses) == 2.0
     worker.accepted()
     assert (worker.num_refusals, worker.closed_until_s) == (0, 0.0)
+
+
+def test_burst_that_is_refused_counts_as_one_refusal() -> None:
+    worker = make_worker()
+    attempt_ids = [AttemptId(RequestId("a"), idx) for idx in range(20)]
+    for attempt_id in attempt_ids:
+        worker.place(attempt_id, 1.0)
+    for attempt_id in attempt_ids:
+        worker.refused(attempt_id, 1.5)
+    assert worker.closed_until_s == pytest.approx(1.6)
 
 
 async def test_stream_joins_tokens_that_nobody_has_read_yet() -> None:
