@@ -18,7 +18,8 @@ class Checkpoint:
     """What a model says about itself. Opening reads metadata only; the tokenizer is built when first asked for.
 
     `eos_token_ids` holds every id that ends an answer, the tokenizer's own `eos_token_id` first.
-    `generation_defaults` may hold temperature, top_p, top_k and repetition_penalty, as the model's authors advise.
+    `generation_defaults` may hold temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens, as the
+    model's authors advise.
     """
 
     path: Path

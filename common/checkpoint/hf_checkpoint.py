@@ -12,7 +12,7 @@ from common.checkpoint.digest import digest_files
 from common.checkpoint.hf_config import parse_config
 from common.checkpoint.spec import CheckpointError
 
-GENERATION_FIELDS = ("temperature", "top_p", "top_k", "repetition_penalty")
+GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 def open_huggingface(path: Path) -> Checkpoint:

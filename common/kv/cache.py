@@ -24,7 +24,8 @@ class KVShape:
 class KVCache:
     """One allocation, [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim].
 
-    `layers` are views of it. The memory is not initialised: readers stay below a sequence's length.
+    `layers` are views of it, [2, num_blocks, block_size, num_kv_heads, head_dim] each. The memory is not initialised:
+    readers stay below a sequence's length.
     """
 
     def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device | str = "cpu") -> None:
@@ -39,17 +40,9 @@ class KVCache:
         self.layers: tuple[torch.Tensor, ...] = self.data.unbind(0)
 
     @property
-    def bytes_per_token(self) -> int:
-        return self.shape.bytes_per_token
-
-    @property
     def num_slots(self) -> int:
         """Tokens that the whole cache holds."""
         return self.num_blocks * self.block_size
-
-    def layer(self, layer_idx: int) -> torch.Tensor:
-        """[2, num_blocks, block_size, num_kv_heads, head_dim] view."""
-        return self.layers[layer_idx]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target) in all layers, as if at once: every source is read before any write."""
@@ -57,13 +50,6 @@ class KVCache:
             return
         sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.data.device).unbind(1)
         self.data.index_copy_(2, targets, self.data.index_select(2, sources))
-
-
-def slot_mapping(block_table: Sequence[int], start: int, num_tokens: int, block_size: int) -> torch.Tensor:
-    """Slots of positions [start, start + num_tokens): block_id * block_size + offset. [num_tokens] int64."""
-    positions = torch.arange(start, start + num_tokens, dtype=torch.int64)
-    blocks = torch.tensor(block_table, dtype=torch.int64)
-    return blocks[positions // block_size] * block_size + positions % block_size
 
 
 def num_blocks_that_fit(kv_cache_bytes: int, shape: KVShape, block_size: int) -> int:

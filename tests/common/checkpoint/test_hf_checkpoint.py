@@ -57,8 +57,8 @@ def test_eos_falls_back_to_the_model_config(model_path: Path) -> None:
 
 
 def test_generation_defaults_hold_sampling_fields_only(model_path: Path) -> None:
-    edit(model_path / "generation_config.json", temperature=0.6, top_p=0.9, top_k=None, do_sample=True)
-    assert open_checkpoint(model_path).generation_defaults == {"temperature": 0.6, "top_p": 0.9}
+    edit(model_path / "generation_config.json", temperature=0.6, max_new_tokens=9, top_k=None, do_sample=True)
+    assert open_checkpoint(model_path).generation_defaults == {"temperature": 0.6, "max_new_tokens": 9}
 
 
 def test_special_tokens_may_be_written_as_objects(model_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The torch runner against the one-process oracle, and what a scheduler may rely on."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from common.engine.plan import SampleSpec, ScheduledSequence, SequenceResult, St
 from common.engine.runner import build_batch
 from common.request import SamplingParams
 from tests.common.engine.drive import Generation, blocks_for, run_all
+from tests.interpreter import import_triton_interpreted
 from tests.one_process import generate, generate_tokens
 from tests.tiny_model import TinyModel, write_tiny_model
+
+import_triton_interpreted()
 
 PROMPTS = [[5, 77, 130, 9], [200], list(range(10, 47)), [41] * 16, list(range(100, 117))]
 GREEDY = SamplingParams(seed=1, max_tokens=12, temperature=0.0)
@@ -62,6 +66,15 @@ def test_other_architectures_equal_one_process(tmp_path: Path, architecture: str
     run_all(load(path).runner, batch, 7)
     for generation in batch:
         assert [generation.output] == generate(path, generation.prompt, SEEDED)
+
+
+def test_the_triton_path_equals_one_process(model_path: Path) -> None:
+    """Chunked prefill and mixed steps through the kernels, under Triton's interpreter where there is no GPU."""
+    params = replace(SEEDED, max_tokens=4)
+    batch = generations(params)[:3]
+    run_all(load(model_path, attention="triton").runner, batch, 20)
+    for generation in batch:
+        assert [generation.output] == generate(model_path, generation.prompt, params)
 
 
 def test_logprobs_equal_one_process(loaded: LoadedModel, model_path: Path) -> None:

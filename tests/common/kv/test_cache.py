@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.kv.cache import KVCache, KVShape, num_blocks_that_fit, slot_mapping
+from common.kv.cache import KVCache, KVShape, num_blocks_that_fit
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.float32)
 
@@ -17,15 +17,15 @@ def filled_cache() -> KVCache:
 def test_layers_are_views_of_one_allocation() -> None:
     cache = filled_cache()
     assert cache.data.shape == (3, 2, 5, 4, 2, 8)
-    cache.layer(1)[0, 2, 3].fill_(-1.0)
+    cache.layers[1][0, 2, 3].fill_(-1.0)
     assert (cache.data[1, 0, 2, 3] == -1.0).all()
-    assert cache.layer(1).shape == (2, 5, 4, 2, 8)
+    assert cache.layers[1].shape == (2, 5, 4, 2, 8)
 
 
 def test_bytes_per_token_counts_k_and_v_of_all_layers() -> None:
     assert SHAPE.bytes_per_token == 2 * 3 * 2 * 8 * 4
     cache = filled_cache()
-    assert cache.bytes_per_token * cache.num_slots == cache.data.nbytes
+    assert SHAPE.bytes_per_token * cache.num_slots == cache.data.nbytes
 
 
 def test_copies_read_every_source_before_writing_a_target() -> None:
@@ -41,17 +41,6 @@ def test_no_copies_is_no_change() -> None:
     before = cache.data.clone()
     cache.copy_blocks([])
     assert torch.equal(cache.data, before)
-
-
-def test_slots_follow_the_block_table_from_any_start() -> None:
-    assert slot_mapping([7, 2, 9], start=3, num_tokens=6, block_size=4).tolist() == [31, 8, 9, 10, 11, 36]
-    assert slot_mapping([7], start=0, num_tokens=0, block_size=4).tolist() == []
-
-
-def test_slots_of_far_blocks_do_not_wrap() -> None:
-    slots = slot_mapping([70_000], start=0, num_tokens=1, block_size=32_768)
-    assert slots.dtype == torch.int64
-    assert slots.tolist() == [2_293_760_000]
 
 
 def test_a_budget_buys_whole_blocks_and_at_least_one() -> None:
