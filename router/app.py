@@ -77,7 +77,7 @@ async def serve(
         metrics = _metrics(config, model)
         service = await stack.enter_async_context(_service(config, metrics))
         validator = Validator(model, config.default_deadline_s, random.SystemRandom())
-        frontend = Frontend(service, tokenizer, model, validator)
+        frontend = Frontend(service, tokenizer, model, validator, metrics)
         grpc_server = GrpcServer(frontend, config.max_body_bytes, _address(config.host, config.grpc_port))
         hooks = AdminHooks(metrics.exposition, _version(), scale_pool)
         settings = HttpSettings(config.max_body_bytes, config.sse_keep_alive_s)

@@ -12,9 +12,11 @@ from typing import assert_never
 from common.errors import DeadlineExceeded, InvalidRequest, PdserveError
 from common.ids import RequestId
 from common.request import TokenEvent
+from common.telemetry.logs import get_logger
 from router import limits
 from router.generation import Accepted, Failed, Finished, RequestTimings, Tokens
 from router.in_flight import Entry, InFlight
+from router.request_metrics import NullMetrics, RouterMetrics
 from router.request_spec import ChatPrompt, Prompt, RequestSpec, TextPrompt, TokenPrompt
 from router.served_model import ServedModel
 from router.service_protocol import GenerationService, Readiness
@@ -23,6 +25,7 @@ from router.token_text import TokenTexts
 from router.tokenizer import PromptTokenizer
 from router.validation import Validator, ValidRequest
 
+_NO_METRICS = NullMetrics()
 # The service ends a request at its deadline by itself; this is for one that does not.
 _DEADLINE_SLACK_S = 0.2
 
@@ -51,7 +54,12 @@ class Frontend:
     """Both APIs' way to the service."""
 
     def __init__(
-        self, service: GenerationService, tokenizer: PromptTokenizer, model: ServedModel, validator: Validator
+        self,
+        service: GenerationService,
+        tokenizer: PromptTokenizer,
+        model: ServedModel,
+        validator: Validator,
+        metrics: RouterMetrics = _NO_METRICS,
     ) -> None:
         self.service = service
         self.tokenizer = tokenizer
@@ -59,12 +67,19 @@ class Frontend:
         self.validator = validator
         self.token_texts = TokenTexts(tokenizer.tokenizer)
         self.in_flight = InFlight(service)
+        self._metrics = metrics
 
     def readiness(self) -> Readiness:
         """Not ready while shutting down, else what the service says."""
         if self.in_flight.is_closed:
             return Readiness(is_ready=False, reasons=("the router is shutting down",))
         return self.service.readiness()
+
+    def note_refusal(self, error: PdserveError) -> None:
+        """Count and log what never reached the service; the service accounts for the rest."""
+        if isinstance(error, InvalidRequest):
+            self._metrics.inc("pdserve_requests", status="refused", error_type=error.code)
+            get_logger().info("request_refused", code=error.code)
 
     async def admit(self, spec: RequestSpec, request_id: RequestId) -> ValidRequest:
         """Tokenize and validate. Raises InvalidRequest."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyPb
@@ -17,9 +17,15 @@ from router.grpc_responses import duration_pb
 DOMAIN = "pdserve"
 # What grpc gives its handlers has no types.
 Context = Any
-ServicerT = TypeVar("ServicerT")
+ServicerT = TypeVar("ServicerT", bound="NotesRefusals")
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT")
+
+
+class NotesRefusals(Protocol):
+    """A servicer that counts what it refuses."""
+
+    def note_refusal(self, error: PdserveError) -> None: ...
 
 
 def status_of(error: PdserveError) -> status_pb2.Status:
@@ -49,6 +55,7 @@ def guarded(
         try:
             return await handler(servicer, request, context)
         except PdserveError as error:
+            servicer.note_refusal(error)
             await abort(context, error)
         except Exception as error:
             await abort(context, internal_error(error))

@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, WorkerFailed
+from common.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, PdserveError, WorkerFailed
 from common.grpc_options import server_options
 from common.ids import RequestId
 from common.pb import generation_pb2 as pb
@@ -91,6 +91,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             state = self._frontend.service.state()
             await context.write(pb.WatchClusterStateResponse(workers=workers_pb(state)))
             await asyncio.sleep(interval_s)
+
+    def note_refusal(self, error: PdserveError) -> None:
+        self._frontend.note_refusal(error)
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._max_request_bytes:

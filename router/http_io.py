@@ -21,6 +21,7 @@ TIMEOUT_HEADER = "x-request-timeout-s"
 # A refused body is read to its end within these bounds, so that the client gets to see the answer.
 _MAX_DISCARDED_BYTES = 64 << 20
 _DISCARD_TIMEOUT_S = 0.5
+_SCOPE_KEY = "pdserve.request_id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -57,7 +58,7 @@ def error_response(error: PdserveError, request_id: str) -> Response:
     return json_response(error_body(error), error.http_status, headers)
 
 
-def guarded(endpoint: Endpoint) -> Endpoint:
+def guarded(endpoint: Endpoint, note_refusal: Callable[[PdserveError], None]) -> Endpoint:
     """Answer errors in OpenAI's form; no exception leaves, and none shows its text."""
 
     @wraps(endpoint)
@@ -65,6 +66,7 @@ def guarded(endpoint: Endpoint) -> Endpoint:
         try:
             return await endpoint(request)
         except PdserveError as error:
+            note_refusal(error)
             return error_response(error, request_id_of(request))
         except Exception as error:
             return error_response(internal_error(error), request_id_of(request))
@@ -77,9 +79,9 @@ def request_id_of(request: Request) -> str:
     stated = request.headers.get(REQUEST_ID_HEADER, "")
     if _REQUEST_ID.fullmatch(stated):
         return stated
-    if not hasattr(request.state, "request_id"):
-        request.state.request_id = f"req-{secrets.token_hex(12)}"
-    return str(request.state.request_id)
+    if _SCOPE_KEY not in request.scope:
+        request.scope[_SCOPE_KEY] = f"req-{secrets.token_hex(12)}"
+    return str(request.scope[_SCOPE_KEY])
 
 
 def deadline_of(request: Request) -> float | None:

@@ -3,7 +3,7 @@
 Nothing is derived from a schema at run time, and no page of the framework's own is offered.
 """
 
-from collections.abc import Awaitable, Callable
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -14,9 +14,12 @@ from starlette.routing import Route
 from router.frontend import Frontend
 from router.http_admin import AdminEndpoints, AdminHooks
 from router.http_generation import GenerationEndpoints, HttpSettings
-from router.http_io import REQUEST_ID_HEADER, guarded, json_response, request_id_of
+from router.http_io import REQUEST_ID_HEADER, Endpoint, guarded, json_response, request_id_of
 from router.openai_responses import ErrorBody, ErrorInfo
 
+_Route = tuple[str, Endpoint, tuple[str, ...]]
+# Its spans would hold paths and exceptions; ours are written where we know what is in them.
+_NO_FRAMEWORK_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
 _ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -24,47 +27,49 @@ def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks) -> 
     """All routes over one front end. Call it inside the event loop that serves."""
     generation = GenerationEndpoints(frontend, settings)
     admin = AdminEndpoints(frontend, hooks, settings.max_body_bytes)
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.router.routes.extend([*_generation_routes(generation), *_probe_routes(admin), *_admin_routes(admin)])
+    app = FastAPI(
+        docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, telemetry=_NO_FRAMEWORK_TELEMETRY
+    )
+    routes = [*_generation_routes(generation), *_probe_routes(admin), *_admin_routes(admin)]
+    app.router.routes.extend(
+        Route(path, guarded(endpoint, frontend.note_refusal), methods=list(methods))
+        for path, endpoint, methods in routes
+    )
     app.add_exception_handler(HTTPException, _http_error)
     return app
 
 
-def _generation_routes(generation: GenerationEndpoints) -> list[Route]:
+def _generation_routes(generation: GenerationEndpoints) -> list[_Route]:
     return [
-        _route("/v1/chat/completions", generation.chat, "POST"),
-        _route("/v1/completions", generation.completions, "POST"),
+        ("/v1/chat/completions", generation.chat, ("POST",)),
+        ("/v1/completions", generation.completions, ("POST",)),
     ]
 
 
-def _probe_routes(admin: AdminEndpoints) -> list[Route]:
+def _probe_routes(admin: AdminEndpoints) -> list[_Route]:
     return [
-        _route("/health", admin.ready, "GET"),
-        _route("/ready", admin.ready, "GET"),
-        _route("/live", admin.live, "GET"),
-        _route("/ping", admin.ready, "GET", "POST"),
-        _route("/version", admin.version, "GET"),
-        _route("/load", admin.load, "GET"),
-        _route("/metrics", admin.metrics, "GET"),
-        _route("/v1/models", admin.models, "GET"),
-        _route("/v1/models/{model:path}", admin.model, "GET"),
-        _route("/tokenize", admin.tokenize, "POST"),
-        _route("/detokenize", admin.detokenize, "POST"),
+        ("/health", admin.ready, ("GET",)),
+        ("/ready", admin.ready, ("GET",)),
+        ("/live", admin.live, ("GET",)),
+        ("/ping", admin.ready, ("GET", "POST")),
+        ("/version", admin.version, ("GET",)),
+        ("/load", admin.load, ("GET",)),
+        ("/metrics", admin.metrics, ("GET",)),
+        ("/v1/models", admin.models, ("GET",)),
+        ("/v1/models/{model:path}", admin.model, ("GET",)),
+        ("/tokenize", admin.tokenize, ("POST",)),
+        ("/detokenize", admin.detokenize, ("POST",)),
     ]
 
 
-def _admin_routes(admin: AdminEndpoints) -> list[Route]:
+def _admin_routes(admin: AdminEndpoints) -> list[_Route]:
     return [
-        _route("/admin/v1/state", admin.state, "GET"),
-        _route("/admin/v1/requests", admin.requests, "GET"),
-        _route("/admin/v1/requests/{request_id}", admin.request, "GET"),
-        _route("/admin/v1/workers/{worker_id}/drain", admin.drain, "POST"),
-        _route("/admin/v1/pools/{role}", admin.scale, "POST"),
+        ("/admin/v1/state", admin.state, ("GET",)),
+        ("/admin/v1/requests", admin.requests, ("GET",)),
+        ("/admin/v1/requests/{request_id}", admin.request, ("GET",)),
+        ("/admin/v1/workers/{worker_id}/drain", admin.drain, ("POST",)),
+        ("/admin/v1/pools/{role}", admin.scale, ("POST",)),
     ]
-
-
-def _route(path: str, endpoint: Callable[[Request], Awaitable[Response]], *methods: str) -> Route:
-    return Route(path, guarded(endpoint), methods=list(methods))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

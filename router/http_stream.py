@@ -22,6 +22,7 @@ from router.http_io import error_body, error_response
 ResultT = TypeVar("ResultT")
 
 KEEP_ALIVE = b": keep-alive\n\n"
+ABORT_EXTENSION = "pdserve.abort"
 DONE = b"data: [DONE]\n\n"
 # Line ends for `str.splitlines`, though not for JSON: a client that splits that way must not cut an event.
 _LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
@@ -30,6 +31,13 @@ _encoder = msgspec.json.Encoder()
 
 class ClientGone(Exception):
     """The client closed the connection, or stopped reading."""
+
+
+def abort_connection(scope: Scope) -> None:
+    """Drop the connection and what waits to be sent on it, where the server offers that."""
+    extension = scope.get("extensions", {}).get(ABORT_EXTENSION)
+    if extension is not None:
+        extension["abort"]()
 
 
 def sse_frame(value: object) -> bytes:
@@ -105,7 +113,7 @@ class EventStream(Response):
         try:
             await until_disconnected(receive, self._answer(scope, receive, send), keep_alive, self._keep_alive_s)
         except ClientGone:
-            return
+            abort_connection(scope)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

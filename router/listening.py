@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from router.http_stream import ABORT_EXTENSION
 
 # Longer than the idle time of common proxies (Go's is 90 s): the proxy closes first, so no request meets a reset.
 _KEEP_ALIVE_TIMEOUT_S = 120
@@ -40,7 +43,7 @@ class HttpServer:
         self._listener = listener
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -57,6 +60,11 @@ class HttpServer:
     def port(self) -> int:
         return int(self._listener.getsockname()[1])
 
+    @property
+    def num_connections(self) -> int:
+        """Open connections, idle ones included."""
+        return len(self._server.server_state.connections)
+
     async def serve(self) -> None:
         """Until `stop`."""
         await self._server.serve(sockets=[self._listener])
@@ -64,6 +72,14 @@ class HttpServer:
     def stop(self) -> None:
         """Accept nothing more; open connections end within a second."""
         self._server.should_exit = True
+
+
+class _Protocol(HttpToolsProtocol):
+    """Lets the application cut a connection whose client stopped reading: closing would wait for it."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self.transport.abort}}
 
 
 class _Server(uvicorn.Server):

@@ -64,6 +64,7 @@ class HttpRig:
     client: httpx.AsyncClient
     openai: Any  # openai.AsyncOpenAI, whose overloads take no dictionaries
     scaled: list[tuple[str, int]]
+    server: HttpServer
 
     async def post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
         return await self.client.post(path, json=body)
@@ -86,7 +87,7 @@ async def http_rig(
     async with httpx.AsyncClient(base_url=url, timeout=10) as client:
         sdk = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=10)
         async with sdk:
-            yield HttpRig(url, server.port, frontend, client, sdk, scaled)
+            yield HttpRig(url, server.port, frontend, client, sdk, scaled, server)
     server.stop()
     await serving
     assert frontend.in_flight.num_requests == 0

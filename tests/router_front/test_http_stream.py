@@ -25,6 +25,7 @@ from tests.router_front.scripted_service import (
     tokens,
 )
 from tests.router_front.tokenizers_for_tests import IM_END_ID
+from tests.waiting import until
 
 
 def hangs_after(text: str) -> ScriptedService:
@@ -119,10 +120,12 @@ async def test_a_failure_in_a_stream_is_one_error_and_no_end() -> None:
 async def test_an_empty_success_is_an_error(script: str, stream: bool) -> None:
     def answer_(request: GenerationRequest) -> Script:
         finished = Finished(1, 0, 0)
-        some = tokens([ids("ab")], None)
-        return {"nothing": [], "finished without tokens": [accepted(request), finished], "no end": [*some, finished]}[
-            script
-        ]
+        scripts: dict[str, Script] = {
+            "nothing": [],
+            "finished without tokens": [accepted(request), finished],
+            "no end": [*tokens([ids("ab")], None), finished],
+        }
+        return scripts[script]
 
     async with http_rig(ScriptedService(answer_)) as rig:
         reply = await rig.post("/v1/completions", {"prompt": "x", "stream": stream})
@@ -193,11 +196,16 @@ async def test_a_reader_that_stops_reading_is_cut(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(limits, "WRITE_TIMEOUT_S", 0.2)
     text = "x" * 200
     service = ScriptedService(lambda request: answer(request, ids(text) * 200))
+
+    async def is_dropped() -> bool:
+        return rig.server.num_connections == 0
+
     async with http_rig(service) as rig:
         reader, writer = await send(rig, {"prompt": "x", "stream": True, "logprobs": 2}, small_buffers=True)
         await reader.readexactly(1)
         await in_flight(rig.frontend, 0)
         assert len(service.cancelled) == 1
+        await until(is_dropped, limit_s=5)
         writer.transport.abort()
 
 

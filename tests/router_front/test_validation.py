@@ -41,7 +41,8 @@ def stopped(**fields: Any) -> SamplingParams:
     ],
 )
 def test_values_within_range_are_passed_on(field: str, value: float) -> None:
-    assert getattr(sampled(**{field: value}), field) == value
+    fields: dict[str, Any] = {field: value}
+    assert getattr(sampled(**fields), field) == value
 
 
 @pytest.mark.parametrize(
@@ -59,8 +60,9 @@ def test_values_within_range_are_passed_on(field: str, value: float) -> None:
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field: str, value: float) -> None:
+    fields: dict[str, Any] = {field: value}
     with pytest.raises(InvalidRequest) as refused:
-        sampled(**{field: value})
+        sampled(**fields)
     assert refused.value.param == {"num_logprobs": "logprobs"}.get(field, field)
 
 
