@@ -191,7 +191,7 @@ class RouterCore:
         earlier = self._ledger.pool.by_id(info.ref.worker_id)
         if earlier is not None:
             self._drop(earlier.ref, "another life of the worker has connected", now_s)
-        self._heard(self._ledger.pool.add(info, address, now_s), now_s)
+        self._watch(self._ledger.pool.add(info, address, now_s))
 
     def _drain(self, worker_id: str, grace_s: float) -> None:
         worker = self._ledger.pool.by_id(worker_id)
@@ -211,15 +211,15 @@ class RouterCore:
         self._ledger.timers.discard(TimerKey("closed", ref))
         self._attempts.on_worker_lost(worker, reason, now_s)
 
-    def _heard(self, worker: Worker, now_s: float) -> None:
-        worker.heard_s = now_s
-        self._ledger.timers.set(TimerKey("silence", worker.ref), now_s + self._limits.worker_silence_s)
+    def _watch(self, worker: Worker) -> None:
+        """Look again when it would have been silent for too long; messages only note the time."""
+        self._ledger.timers.set(TimerKey("silence", worker.ref), worker.heard_s + self._limits.worker_silence_s)
 
     def _on_worker_message(self, ref: WorkerRef, message: WorkerMessage, now_s: float) -> None:
         worker = self._ledger.pool.get(ref)
         if worker is None:  # an earlier life, or one that we have given up
             return
-        self._heard(worker, now_s)
+        worker.heard_s = now_s
         match message:
             case TokenBatch(attempts):
                 for attempt in attempts:
@@ -286,8 +286,11 @@ class RouterCore:
         worker = self._ledger.pool.get(ref)
         if worker is None:
             return
-        if now_s - worker.heard_s > self._limits.worker_silence_s + self._limits.stall_s:
-            self._heard(worker, now_s)
+        silence_s = now_s - worker.heard_s
+        if silence_s > self._limits.worker_silence_s + self._limits.stall_s:
+            worker.heard_s = now_s  # nobody could have been heard
+        if now_s < worker.heard_s + self._limits.worker_silence_s:
+            self._watch(worker)
             return
         self._dispatch.note_pair(now_s)
         self._drop(ref, f"silent for {self._limits.worker_silence_s:g} s", now_s)
