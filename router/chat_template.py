@@ -24,6 +24,12 @@ Message = dict[str, str]
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
+def chat_message(role: str, content: str, name: str | None) -> Message:
+    """A message for a template. Templates know "system" where OpenAI says "developer" by now."""
+    named = {"name": name} if name else {}
+    return {"role": "system" if role == "developer" else role, "content": content, **named}
+
+
 class ChatTemplate:
     """A compiled template. Rendering is a pure function of its arguments (but for `strftime_now`)."""
 
@@ -43,6 +49,8 @@ class ChatTemplate:
             return self._template.render(
                 **{**self._special_tokens, **kwargs},
                 messages=list(messages),
+                tools=None,
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
         except SecurityError as error:

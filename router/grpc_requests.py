@@ -8,6 +8,7 @@ from common.errors import InvalidRequest, Unsupported
 from common.pb import generation_pb2 as pb
 from router import limits
 from router.chat_template import Message as ChatMessage
+from router.chat_template import chat_message
 from router.openai_specs import check_template_kwargs
 from router.request_spec import (
     ChatPrompt,
@@ -88,8 +89,7 @@ def _chat(chat: pb.ChatInput) -> ChatPrompt:
 def _message(message: pb.ChatMessage, param: str) -> ChatMessage:
     if message.role not in _ROLES:
         raise InvalidRequest(f"{param}.role must be one of {', '.join(_ROLES)}", param=f"{param}.role")
-    named = {"name": message.name} if message.name else {}
-    return {"role": message.role, "content": message.content, **named}
+    return chat_message(message.role, message.content, message.name)
 
 
 def _kwargs(text: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from common.errors import InvalidRequest, Unsupported
 from router import limits
-from router.chat_template import Message
+from router.chat_template import Message, chat_message
 from router.openai_fields import refuse_unsupported
 from router.openai_requests import ChatBody, CompletionBody, ContentPart, GenerationBody, MessageBody
 from router.request_spec import (
@@ -191,8 +191,7 @@ def _message(message: MessageBody, param: str) -> Message:
     if message.content is None:
         raise InvalidRequest(f"{param}.content is missing", param=f"{param}.content")
     content = message.content if isinstance(message.content, str) else _joined(message.content, f"{param}.content")
-    named = {"name": message.name} if message.name is not None else {}
-    return {"role": message.role, "content": content, **named}
+    return chat_message(message.role, content, message.name)
 
 
 def _joined(parts: Sequence[ContentPart], param: str) -> str:

@@ -78,7 +78,7 @@ async def test_without_stream_there_is_one_chunk_per_choice() -> None:
 async def test_both_apis_ask_for_the_same() -> None:
     """Floats arrive as float32 over gRPC; the workers must get the numbers that JSON carries."""
     service = always(HELLO, FinishReason.STOP)
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi </s>"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi </s>"}]
     body: dict[str, Any] = {
         **{"model": "tiny", "messages": messages, "seed": -5, "temperature": 0.7, "top_p": 0.95, "top_k": 40, "n": 3},
         **{"min_p": 0.05, "presence_penalty": -0.3, "frequency_penalty": 1.1, "repetition_penalty": 1.02},
@@ -102,6 +102,7 @@ async def test_both_apis_ask_for_the_same() -> None:
         await rig.generate(request)
     by_http, by_grpc = service.submitted
     assert by_http.sampling == by_grpc.sampling
+    assert ids("system\nbe brief") == list(by_http.token_ids[2:17])
     assert (by_http.token_ids, by_http.num_choices) == (by_grpc.token_ids, by_grpc.num_choices)
     assert (by_http.priority, by_http.cache_salt) == (by_grpc.priority, by_grpc.cache_salt) == (5, b"s")
 
