@@ -15,6 +15,7 @@ from common.request import PairingInfo, SampledToken
 from kvtransfer.cache_rows import bytes_per_token_layer
 from kvtransfer.events import (
     AttemptReleased,
+    ChunkSent,
     FirstToken,
     FirstTokensSampled,
     Outcome,
@@ -101,10 +102,11 @@ class Prefill:
         self.sessions = SenderSessions(settings, self._post)
         self.ended: dict[TransferId, TransferEnded] = {}
         self.lost: list[PeerLost] = []
-        self.effects: list[SenderEffect] = []
+        self.events: list[SenderEvent] = []
         self._changed = changed
 
     def _post(self, event: SenderEvent) -> None:
+        self.events.append(event)
         if isinstance(event, PeerLost):
             self.lost.append(event)
         self.loop.post(event)
@@ -112,7 +114,6 @@ class Prefill:
         self._changed.notify()
 
     def _perform(self, effect: SenderEffect) -> None:
-        self.effects.append(effect)
         if isinstance(effect, TransferEnded):
             self.ended[effect.transfer_id] = effect
             self._changed.notify()
@@ -132,18 +133,34 @@ class Prefill:
         started = TransferStarted(transfer_id, peer, address, first_token, num_tokens, block_table, deadline_s)
         self.loop.post(started)
 
+    def report(self, transfer_id: TransferId, block_table: tuple[int, ...], rows: torch.Tensor, token_end: int) -> None:
+        """Write every layer of the tokens below `token_end` at once and report it."""
+        for layer in range(rows.shape[0]):
+            put_rows(self.kv, block_table, layer, 0, rows[layer, :, :token_end])
+        self.loop.post(TokensComputed(transfer_id, rows.shape[0], token_end))
+
+    def num_sent(self, transfer_id: TransferId) -> int:
+        """Chunks that the peer took."""
+        return sum(isinstance(event, ChunkSent) and event.transfer_id == transfer_id for event in self.events)
+
     async def compute(
         self, transfer_id: TransferId, block_table: tuple[int, ...], rows: torch.Tensor, step: int, first_token: int = 0
     ) -> None:
-        """Write the request's KV layer by layer in steps of `step` tokens, reporting each layer, then sample."""
+        """Write the request's KV layer by layer in steps of `step` tokens, reporting each layer, then sample.
+
+        Stops when the transfer has ended meanwhile, as a prefill core does.
+        """
         num_tokens = rows.shape[2]
         for start in range(first_token, num_tokens, step):
             end = min(start + step, num_tokens)
             for layer in range(rows.shape[0]):
                 put_rows(self.kv, block_table, layer, start, rows[layer, :, start:end])
+                if transfer_id in self.ended:
+                    return
                 self.loop.post(TokensComputed(transfer_id, layer + 1, end))
                 await asyncio.sleep(0)
-        self.loop.post(FirstTokensSampled(transfer_id, FIRST))
+        if transfer_id not in self.ended:
+            self.loop.post(FirstTokensSampled(transfer_id, FIRST))
 
 
 class Decode:

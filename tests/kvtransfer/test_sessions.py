@@ -1,21 +1,417 @@
-"""Real sessions on loopback: gRPC control, gloo payloads, two caches."""
+"""Real sessions on loopback: gRPC control, gloo payloads, two caches with different block sizes."""
 
+import asyncio
+import random
+import signal
+
+import grpc
+import pytest
 import torch
 
-from kvtransfer.events import Outcome
-from tests.kvtransfer.cluster import FIRST, new_transfer_id, pair, request_rows, rows_of
+from common.grpc_options import channel_options
+from common.ids import AttemptId, TransferId, WorkerRef
+from common.pb import handoff_pb2 as pb
+from common.pb import handoff_pb2_grpc
+from common.request import PairingInfo
+from kvtransfer import wire
+from kvtransfer.codec import ChunkCodec
+from kvtransfer.events import (
+    Chunk,
+    ExpectationWithdrawn,
+    Outcome,
+    PeerReady,
+    TransferCancelRequested,
+)
+from kvtransfer.links.process_group import ProcessGroupLink
+from kvtransfer.links.protocol import Done
+from kvtransfer.plan import HEADER_BYTES
+from tests.kvtransfer.cluster import (
+    DECODE,
+    FIRST,
+    PAIRING,
+    PREFILL,
+    Pair,
+    new_transfer_id,
+    pair,
+    request_rows,
+    rows_of,
+)
+from tests.kvtransfer.decode_child import DecodeChild
+from tests.kvtransfer.link_tools import listening_addresses, num_fds, num_threads
+
+NUM_TOKENS = 100
+SOURCE_TABLE, TARGET_TABLE = (5, 3, 9, 1, 7, 11, 2), (4, 0, 6, 3)
 
 
-async def test_a_request_ships_layer_by_layer_into_blocks_of_another_size() -> None:
+async def ship(
+    cluster: Pair, name: str, *, seed: int = 1, step: int = 24, first_token: int = 0, num_tokens: int = NUM_TOKENS
+) -> TransferId:
+    """Start a transfer and compute all of it."""
+    transfer_id = new_transfer_id(name)
+    cluster.decode.expect(transfer_id, TARGET_TABLE, num_tokens, first_token)
+    cluster.prefill.start(transfer_id, cluster.address, SOURCE_TABLE, num_tokens, first_token)
+    await cluster.prefill.compute(transfer_id, SOURCE_TABLE, request_rows(seed, num_tokens), step, first_token)
+    return transfer_id
+
+
+async def check_works(cluster: Pair, name: str = "canary") -> None:
+    """A fresh request goes through byte for byte on the same pair."""
+    cluster.decode.kv.fill_(-1.0)
+    transfer_id = await ship(cluster, name, seed=99)
+    assert await cluster.until_ended(transfer_id) is Outcome.DONE
+    assert torch.equal(rows_of(cluster.decode.kv, TARGET_TABLE, NUM_TOKENS), request_rows(99, NUM_TOKENS))
+
+
+@pytest.mark.parametrize("step", [1, 7, 16, 24, 100])
+async def test_a_request_ships_layer_by_layer_into_blocks_of_another_size(step: int) -> None:
     async with pair() as cluster:
-        transfer_id, num_tokens = new_transfer_id("r1"), 100
-        source_table, target_table = (5, 3, 9, 1, 7, 11, 2), (4, 0, 6, 3)
-        rows = request_rows(1, num_tokens)
-        cluster.decode.expect(transfer_id, target_table, num_tokens)
-        cluster.prefill.start(transfer_id, cluster.address, source_table, num_tokens)
-        await cluster.prefill.compute(transfer_id, source_table, rows, step=24)
+        transfer_id = await ship(cluster, "r1", step=step)
         assert await cluster.until_ended(transfer_id) is Outcome.DONE
         received = cluster.decode.received[transfer_id]
         assert received.tokens == FIRST
         assert 0 <= received.exposed_s <= received.transfer_s
-        torch.testing.assert_close(rows_of(cluster.decode.kv, target_table, num_tokens), rows, rtol=0, atol=0)
+        assert torch.equal(rows_of(cluster.decode.kv, TARGET_TABLE, NUM_TOKENS), request_rows(1, NUM_TOKENS))
+
+
+@pytest.mark.parametrize("block_sizes", [(16, 16), (32, 16), (16, 32)])
+@pytest.mark.parametrize("digest", [True, False])
+async def test_a_cached_prefix_is_neither_sent_nor_touched(block_sizes: tuple[int, int], digest: bool) -> None:
+    sizes = {"prefill_block_size": block_sizes[0], "decode_block_size": block_sizes[1]}
+    async with pair(**sizes, digest=digest) as cluster:
+        cluster.decode.kv.fill_(-1.0)
+        num_tokens = 60
+        transfer_id = await ship(cluster, "r1", first_token=32, num_tokens=num_tokens)
+        assert await cluster.until_ended(transfer_id) is Outcome.DONE
+        received = rows_of(cluster.decode.kv, TARGET_TABLE, num_tokens)
+        assert torch.equal(received[:, :, 32:], request_rows(1, num_tokens)[:, :, 32:])
+        assert bool((received[:, :, :32] == -1.0).all())
+
+
+async def test_several_requests_share_one_link() -> None:
+    async with pair() as cluster:
+        transfer_ids = []
+        for index in range(6):
+            transfer_id = new_transfer_id(f"r{index}")
+            transfer_ids.append(transfer_id)
+            cluster.decode.expect(transfer_id, (2 * index, 2 * index + 1), 64)
+            cluster.prefill.start(transfer_id, cluster.address, tuple(range(4 * index, 4 * index + 4)), 64)
+        computations = (
+            cluster.prefill.compute(each, tuple(range(4 * index, 4 * index + 4)), request_rows(index, 64), 16)
+            for index, each in enumerate(transfer_ids)
+        )
+        await asyncio.gather(*computations)
+        for index, transfer_id in enumerate(transfer_ids):
+            assert await cluster.until_ended(transfer_id) is Outcome.DONE
+            assert torch.equal(rows_of(cluster.decode.kv, (2 * index, 2 * index + 1), 64), request_rows(index, 64))
+        assert sum(isinstance(event, PeerReady) for event in cluster.decode.events) == 1
+
+
+async def test_only_loopback_is_listened_on() -> None:
+    async with pair() as cluster:
+        await check_works(cluster)
+        assert listening_addresses() <= {"0100007F", "0000000000000000FFFF00000100007F"}
+
+
+# ---- planted faults -------------------------------------------------------------------------------------
+
+
+def plant_in_pack(monkeypatch: pytest.MonkeyPatch, name: str, position: int) -> list[int]:
+    """Flip a bit of the second chunk of request `name` after it was sealed; returns where it happened."""
+    genuine, planted = ChunkCodec.pack, []
+
+    def pack(
+        self: ChunkCodec, transfer_id: TransferId, chunk: Chunk, block_table: tuple[int, ...], buffer: torch.Tensor
+    ) -> None:
+        genuine(self, transfer_id, chunk, block_table, buffer)
+        if transfer_id.attempt_id.request_id == name and chunk.seq == 1:
+            buffer[position] ^= 1
+            planted.append(chunk.seq)
+
+    monkeypatch.setattr(ChunkCodec, "pack", pack)
+    return planted
+
+
+@pytest.mark.parametrize(("position", "named"), [(HEADER_BYTES + 77, "expected digest"), (30, "expected transfer")])
+async def test_a_flipped_bit_is_refused_and_the_pair_goes_on(
+    monkeypatch: pytest.MonkeyPatch, position: int, named: str
+) -> None:
+    planted = plant_in_pack(monkeypatch, "flipped", position)
+    async with pair() as cluster:
+        transfer_id = await ship(cluster, "flipped")
+        assert await cluster.until_ended(transfer_id) is Outcome.CANCELLED
+        assert planted == [1]
+        assert named in cluster.decode.failed[transfer_id].reason
+        assert named in cluster.prefill.ended[transfer_id].reason
+        await check_works(cluster)
+        assert not cluster.prefill.lost
+
+
+@pytest.mark.parametrize("difference", [-2048, -8, 8, 4096])
+async def test_a_message_of_another_length_is_refused_and_the_process_lives(
+    monkeypatch: pytest.MonkeyPatch, difference: int
+) -> None:
+    genuine, planted = ProcessGroupLink.send, []
+
+    def send(self: ProcessGroupLink, buffer: torch.Tensor, done: Done) -> None:
+        if not planted:
+            planted.append(difference)
+            buffer = buffer.as_strided((buffer.numel() + difference,), (1,))
+        genuine(self, buffer, done)
+
+    monkeypatch.setattr(ProcessGroupLink, "send", send)
+    async with pair() as cluster:
+        # A seed of its own: memory that held the same request before would complete a short message rightly.
+        transfer_id = await ship(cluster, "odd", seed=10_000 + difference)
+        assert await cluster.until_ended(transfer_id) is Outcome.CANCELLED
+        assert planted == [difference]
+        await check_works(cluster)
+        assert not cluster.prefill.lost
+
+
+async def test_payloads_in_another_order_than_announced_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine, held = ProcessGroupLink.send, []
+
+    def send(self: ProcessGroupLink, buffer: torch.Tensor, done: Done) -> None:
+        held.append((buffer, done))
+        if len(held) == 2:
+            for each in reversed(held):
+                genuine(self, *each)
+        elif len(held) > 2:
+            genuine(self, buffer, done)
+
+    monkeypatch.setattr(ProcessGroupLink, "send", send)
+    async with pair() as cluster:
+        transfer_id = await ship(cluster, "swapped")
+        assert await cluster.until_ended(transfer_id) is not Outcome.DONE
+        assert transfer_id not in cluster.decode.received
+
+
+async def test_a_pack_that_fails_drops_the_peer_and_the_pair_is_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = ChunkCodec.pack
+
+    def pack(
+        self: ChunkCodec, transfer_id: TransferId, chunk: Chunk, block_table: tuple[int, ...], buffer: torch.Tensor
+    ) -> None:
+        if transfer_id.attempt_id.request_id == "bad":
+            raise RuntimeError("out of memory")
+        genuine(self, transfer_id, chunk, block_table, buffer)
+
+    monkeypatch.setattr(ChunkCodec, "pack", pack)
+    async with pair() as cluster:
+        transfer_id = await ship(cluster, "bad")
+        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        assert "out of memory" in cluster.prefill.ended[transfer_id].reason
+        await cluster.wait_for(lambda: transfer_id in cluster.decode.failed)
+        await check_works(cluster)
+
+
+# ---- cancel and withdrawal ------------------------------------------------------------------------------
+
+
+async def test_a_cancel_in_mid_transfer_frees_both_sides_and_the_pair_goes_on() -> None:
+    async with pair(max_inflight_bytes=4096) as cluster:
+        transfer_id = new_transfer_id("left")
+        cluster.decode.expect(transfer_id, TARGET_TABLE, NUM_TOKENS)
+        cluster.prefill.start(transfer_id, cluster.address, SOURCE_TABLE, NUM_TOKENS)
+        computing = asyncio.create_task(
+            cluster.prefill.compute(transfer_id, SOURCE_TABLE, request_rows(1, NUM_TOKENS), 50)
+        )
+        await cluster.wait_for(lambda: any(isinstance(event, PeerReady) for event in cluster.decode.events))
+        cluster.prefill.loop.post(TransferCancelRequested(transfer_id, "client left"))
+        assert await cluster.until_ended(transfer_id) is Outcome.CANCELLED
+        computing.cancel()
+        cluster.decode.loop.post(ExpectationWithdrawn(transfer_id.attempt_id, "client left"))
+        await cluster.wait_for(lambda: transfer_id.attempt_id in cluster.decode.released)
+        await check_works(cluster)
+
+
+async def test_released_blocks_are_never_written_again() -> None:
+    """Random withdrawals in mid-transfer; released blocks are poisoned, and stay so until they are granted again."""
+    rng = random.Random(3)
+    async with pair(max_inflight_bytes=6000) as cluster:
+        blocks = list(range(8))
+        for round_idx in range(20):
+            rng.shuffle(blocks)
+            mine, poisoned = tuple(blocks[:4]), blocks[4:]
+            cluster.decode.kv[:, :, poisoned] = 12345.0
+            transfer_id = new_transfer_id(f"round{round_idx}")
+            cluster.decode.expect(transfer_id, mine, NUM_TOKENS)
+            cluster.prefill.start(transfer_id, cluster.address, SOURCE_TABLE, NUM_TOKENS)
+            computing = asyncio.create_task(
+                cluster.prefill.compute(transfer_id, SOURCE_TABLE, request_rows(round_idx, NUM_TOKENS), 20)
+            )
+            await withdraw_after(cluster, transfer_id.attempt_id, num_events=rng.randint(0, 30))
+            await cluster.wait_for(lambda transfer_id=transfer_id: transfer_id in cluster.prefill.ended)
+            computing.cancel()
+            assert bool((cluster.decode.kv[:, :, poisoned] == 12345.0).all())
+        await check_works(cluster)
+        assert not cluster.prefill.lost
+
+
+async def withdraw_after(cluster: Pair, attempt_id: AttemptId, num_events: int) -> None:
+    """Withdraw when `num_events` more events have come, unless the transfer completes before."""
+    target = len(cluster.decode.events) + num_events
+
+    def is_time() -> bool:
+        return len(cluster.decode.events) >= target or is_received()
+
+    def is_received() -> bool:
+        return any(each.attempt_id == attempt_id for each in cluster.decode.received)
+
+    await cluster.wait_for(is_time)
+    if not is_received():
+        cluster.decode.loop.post(ExpectationWithdrawn(attempt_id, "client left"))
+        await cluster.wait_for(lambda: attempt_id in cluster.decode.released)
+
+
+async def test_a_request_that_nobody_expects_is_drained_and_cancelled() -> None:
+    async with pair() as cluster:
+        transfer_id = new_transfer_id("unknown")
+        cluster.prefill.start(transfer_id, cluster.address, SOURCE_TABLE, NUM_TOKENS)
+        await cluster.prefill.compute(transfer_id, SOURCE_TABLE, request_rows(1, NUM_TOKENS), 24)
+        assert await cluster.until_ended(transfer_id) is Outcome.CANCELLED
+        assert bool((cluster.decode.kv == 0).all())
+        await check_works(cluster)
+
+
+# ---- who may pair ---------------------------------------------------------------------------------------
+
+FIELDS = ["layers", "kv_heads", "head_dim", "dtype", "model", "weights", "rope", "protocol", "tokenizer"]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+async def test_a_worker_that_differs_in_one_field_is_refused_with_both_values(name: str) -> None:
+    theirs = PairingInfo(tuple(sorted({**dict(PAIRING.fields), name: "other"}.items())))
+    async with pair(prefill_pairing=theirs) as cluster:
+        transfer_id = await ship(cluster, "r1")
+        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        reason = cluster.prefill.ended[transfer_id].reason
+        assert reason.startswith(f"FAILED_PRECONDITION: {name}: ")
+        assert "'other'" in reason
+        assert repr(dict(PAIRING.fields).get(name)) in reason
+        assert not any(isinstance(event, PeerReady) for event in cluster.decode.events)
+
+
+async def test_another_incarnation_at_the_address_is_not_trusted() -> None:
+    async with pair() as cluster:
+        stale = WorkerRef(DECODE.worker_id, "before")
+        transfer_id = new_transfer_id("r1")
+        cluster.prefill.start(transfer_id, cluster.address, SOURCE_TABLE, NUM_TOKENS, peer=stale)
+        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        assert "expected decode-0#before, decode-0#bb answers" in cluster.prefill.ended[transfer_id].reason
+
+
+async def test_an_absent_decode_worker_ends_the_transfer() -> None:
+    async with pair() as cluster:
+        transfer_id = new_transfer_id("r1")
+        cluster.prefill.start(transfer_id, "127.0.0.1:1", SOURCE_TABLE, NUM_TOKENS)
+        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        assert cluster.prefill.ended[transfer_id].reason.startswith("UNAVAILABLE")
+
+
+@pytest.mark.parametrize(
+    ("messages", "code"),
+    [
+        ([pb.ConnectRequest(open_link=pb.OpenLink(epoch="0" * 16))], grpc.StatusCode.INVALID_ARGUMENT),
+        ([pb.ConnectRequest(hello=pb.SenderHello(worker_id="p"))], grpc.StatusCode.INVALID_ARGUMENT),
+        ([pb.ConnectRequest()], grpc.StatusCode.INVALID_ARGUMENT),
+        ([wire.sender_hello(PREFILL, PAIRING), pb.ConnectRequest()], grpc.StatusCode.ABORTED),
+        (
+            [wire.sender_hello(PREFILL, PAIRING), pb.ConnectRequest(open_link=pb.OpenLink(epoch="../../x"))],
+            grpc.StatusCode.ABORTED,
+        ),
+    ],
+    ids=["no hello", "no incarnation", "empty", "no epoch", "bad epoch"],
+)
+async def test_a_stream_that_does_not_shake_hands_is_refused(
+    messages: list[pb.ConnectRequest], code: grpc.StatusCode
+) -> None:
+    async with pair() as cluster, grpc.aio.insecure_channel(cluster.address, options=channel_options()) as channel:
+        call = handoff_pb2_grpc.HandoffServiceStub(channel).Connect()
+        for message in messages:
+            await call.write(message)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert caught.value.code() is code
+        await check_works(cluster)
+
+
+# ---- lives and deaths -----------------------------------------------------------------------------------
+
+
+async def test_a_peer_that_connects_again_replaces_its_older_session() -> None:
+    async with pair() as cluster:
+        await check_works(cluster, "before")
+        async with grpc.aio.insecure_channel(cluster.address, options=channel_options()) as channel:
+            call = handoff_pb2_grpc.HandoffServiceStub(channel).Connect()
+            await call.write(wire.sender_hello(PREFILL, PAIRING))
+            assert (await call.read()).HasField("hello")
+            await cluster.wait_for(lambda: bool(cluster.prefill.lost))
+            assert "connected again" in cluster.decode.lost[0].reason
+            call.cancel()
+        await check_works(cluster, "after")
+
+
+async def test_links_are_rebuilt_after_each_loss_and_leave_nothing_behind() -> None:
+    async with pair() as cluster:
+        await check_works(cluster, "warm")
+        await drop(cluster)
+        await check_works(cluster, "warm again")
+        threads, fds = num_threads(), num_fds()
+        for cycle in range(8):
+            await drop(cluster)
+            await check_works(cluster, f"cycle{cycle}")
+        assert num_threads() <= threads + 5
+        assert num_fds() <= fds + 5
+
+
+async def drop(cluster: Pair) -> None:
+    """End the link from the decode side, as a stall would, and wait until both know."""
+    lost = len(cluster.prefill.lost), len(cluster.decode.lost)
+    cluster.decode.sessions._peers[PREFILL].end("dropped by the test")
+    await cluster.wait_for(lambda: len(cluster.prefill.lost) > lost[0] and len(cluster.decode.lost) > lost[1])
+
+
+async def test_a_link_lost_in_mid_transfer_ends_it_on_both_sides_and_the_next_try_fills_the_same_blocks() -> None:
+    async with pair(max_inflight_bytes=3000) as cluster:
+        transfer_id = new_transfer_id("r1")
+        cluster.decode.expect(transfer_id, TARGET_TABLE, NUM_TOKENS)
+        cluster.prefill.start(transfer_id, cluster.address, SOURCE_TABLE, NUM_TOKENS)
+        computing = asyncio.create_task(
+            cluster.prefill.compute(transfer_id, SOURCE_TABLE, request_rows(1, NUM_TOKENS), 10)
+        )
+        await cluster.wait_for(lambda: sum(hasattr(event, "error") for event in cluster.decode.events) >= 2)
+        await drop(cluster)
+        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        computing.cancel()
+        await cluster.wait_for(lambda: transfer_id in cluster.decode.failed)
+        assert cluster.decode.failed[transfer_id].outcome is Outcome.LINK_LOST
+        second = TransferId(transfer_id.attempt_id, 1)
+        cluster.prefill.start(second, cluster.address, SOURCE_TABLE, NUM_TOKENS)
+        await cluster.prefill.compute(second, SOURCE_TABLE, request_rows(1, NUM_TOKENS), 24)
+        assert await cluster.until_ended(second) is Outcome.DONE
+        assert torch.equal(rows_of(cluster.decode.kv, TARGET_TABLE, NUM_TOKENS), request_rows(1, NUM_TOKENS))
+
+
+async def test_staging_buffers_are_all_given_back() -> None:
+    async with pair(max_inflight_bytes=5000) as cluster:
+        await check_works(cluster)
+        pools = [cluster.decode.sessions._shared.pool, cluster.prefill.sessions._peers[DECODE]._pool]
+        await cluster.wait_for(lambda: not any(pool.num_out for pool in pools))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_a_dead_or_frozen_decode_worker_ends_its_transfers_and_holds_up_no_other(number: signal.Signals) -> None:
+    """It dies with chunks under way to it, while another decode worker is served by the same prefill worker."""
+    async with pair(link_timeout_s=2.0, max_inflight_bytes=3000) as cluster, DecodeChild("doomed") as child:
+        doomed = new_transfer_id("doomed")
+        cluster.prefill.start(doomed, child.address, SOURCE_TABLE, NUM_TOKENS, peer=child.ref)
+        rows = request_rows(1, NUM_TOKENS)
+        cluster.prefill.report(doomed, SOURCE_TABLE, rows, token_end=50)
+        await cluster.wait_for(lambda: cluster.prefill.num_sent(doomed) >= 1)
+        child.process.send_signal(number)
+        cluster.prefill.report(doomed, SOURCE_TABLE, rows, token_end=NUM_TOKENS)
+        await check_works(cluster, "meanwhile")
+        assert await cluster.until_ended(doomed) is Outcome.LINK_LOST
+        await check_works(cluster, "afterwards")
