@@ -182,15 +182,23 @@ class RouterCore:
             case WorkersListed(refs):
                 for worker in self._ledger.pool:
                     worker.num_absent_polls = 0 if worker.ref in refs else worker.num_absent_polls + 1
+                self._ledger.pool.forget_unlisted(refs)
             case DrainRequested(worker_id, grace_s):
                 self._drain(worker_id, grace_s)
             case _:
                 assert_never(event)
 
     def _on_connected(self, info: WorkerInfo, address: str, now_s: float) -> None:
-        earlier = self._ledger.pool.by_id(info.ref.worker_id)
-        if earlier is not None:
-            self._drop(earlier.ref, "another life of the worker has connected", now_s)
+        pool = self._ledger.pool
+        other = pool.by_id(info.ref.worker_id)
+        if other is not None and pool.see(other.ref) > pool.see(info.ref):
+            self._ledger.emit(DropWorker(info.ref, "a later life of the worker is connected", is_final=True))
+            return
+        pool.see(info.ref)
+        if other is not None:
+            self._lose(other.ref, "a later life of the worker has connected", now_s)
+            is_final = other.ref != info.ref
+            self._ledger.emit(DropWorker(other.ref, "a later life of the worker has connected", is_final=is_final))
         self._watch(self._ledger.pool.add(info, address, now_s))
 
     def _drain(self, worker_id: str, grace_s: float) -> None:
@@ -198,10 +206,6 @@ class RouterCore:
         if worker is not None:
             worker.is_draining = True
             self._ledger.send(worker.ref, Drain(grace_s))
-
-    def _drop(self, ref: WorkerRef, reason: str, now_s: float) -> None:
-        self._lose(ref, reason, now_s)
-        self._ledger.emit(DropWorker(ref, reason))
 
     def _lose(self, ref: WorkerRef, reason: str, now_s: float) -> None:
         worker = self._ledger.pool.remove(ref)
@@ -293,7 +297,9 @@ class RouterCore:
             self._watch(worker)
             return
         self._dispatch.note_pair(now_s)
-        self._drop(ref, f"silent for {self._limits.worker_silence_s:g} s", now_s)
+        reason = f"silent for {self._limits.worker_silence_s:g} s"
+        self._lose(ref, reason, now_s)
+        self._ledger.emit(DropWorker(ref, reason))
 
     def _effects(self, now_s: float) -> list[RouterEffect]:
         if self._ledger.may_place:

@@ -126,10 +126,11 @@ class SendToWorker:
 
 @dataclass(frozen=True, slots=True)
 class DropWorker:
-    """Close the stream of a worker that is already counted as lost; it may connect again."""
+    """Close the stream of a worker that does not count (any more). `is_final`: a later life of it has come."""
 
     worker: WorkerRef
     reason: str
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,21 @@ class WorkerDirectory:
         self._router_id = router_id
         self._post = post
         self._clients: dict[WorkerRef, WorkerClient] = {}
+        self._superseded: set[WorkerRef] = set()  # listed still, but a later life has come
 
     def send(self, worker: WorkerRef, message: RouterMessage) -> None:
         if worker in self._clients:
             self._clients[worker].send(message)
 
-    def drop(self, worker: WorkerRef, reason: str) -> None:
-        if worker in self._clients:
-            self._clients[worker].drop(reason)
+    def drop(self, worker: WorkerRef, reason: str, *, is_final: bool) -> None:
+        """End the stream; it is opened again as long as the worker is listed, unless `is_final`."""
+        client = self._clients.get(worker)
+        if client is None:
+            return
+        if is_final:
+            self._superseded.add(worker)
+            client.retire()
+        client.drop(reason)
 
     async def run(self) -> None:
         """Poll until cancelled; raises what a client raises, which is a bug of ours."""
@@ -43,8 +50,9 @@ class WorkerDirectory:
 
     def _follow(self, listed: list[Registration], tasks: asyncio.TaskGroup) -> None:
         refs = frozenset(registration.ref for registration in listed)
+        self._superseded &= refs
         for registration in listed:
-            if registration.ref not in self._clients:
+            if registration.ref not in self._clients and registration.ref not in self._superseded:
                 client = WorkerClient(registration, self._router_id, self._post)
                 self._clients[registration.ref] = client
                 tasks.create_task(self._run_client(client))

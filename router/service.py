@@ -171,8 +171,8 @@ class RouterService:
                 self._directory.send(worker, message)
             case LookupPrefix():
                 self._tasks.create_task(self._look_up(effect))
-            case DropWorker(worker, reason):
-                self._directory.drop(worker, reason)
+            case DropWorker(worker, reason, is_final):
+                self._directory.drop(worker, reason, is_final=is_final)
             case NoteRetry(request_id, lost, reason):
                 self._metrics.inc("pdserve_request_retries", reason=lost)
                 get_logger().warning("request_retried", request_id=request_id, lost=lost, reason=reason)

@@ -140,10 +140,12 @@ def _has_more_room(stats: WorkerStats, before: WorkerStats) -> bool:
 
 
 class WorkerPool:
-    """All connected workers by reference. A worker id has at most one life here."""
+    """All connected workers by reference. A worker id has at most one life here, the one first seen last."""
 
     def __init__(self) -> None:
         self._workers: dict[WorkerRef, Worker] = {}
+        self._first_seen: dict[WorkerRef, int] = {}  # in order; of lives that may connect (again)
+        self._num_seen = 0
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -156,6 +158,17 @@ class WorkerPool:
 
     def by_id(self, worker_id: str) -> Worker | None:
         return next((worker for worker in self if worker.info.ref.worker_id == worker_id), None)
+
+    def see(self, ref: WorkerRef) -> int:
+        """The ordinal of a life of a worker: a life that was seen earlier is never newer, however often it connects."""
+        if ref not in self._first_seen:
+            self._num_seen += 1
+            self._first_seen[ref] = self._num_seen
+        return self._first_seen[ref]
+
+    def forget_unlisted(self, listed: frozenset[WorkerRef]) -> None:
+        """A life without lease and stream does not come back."""
+        self._first_seen = {ref: at for ref, at in self._first_seen.items() if ref in listed or ref in self._workers}
 
     def add(self, info: WorkerInfo, address: str, now_s: float) -> Worker:
         worker = Worker(info, address, WorkerStats(kv_blocks_free=info.num_blocks), now_s)

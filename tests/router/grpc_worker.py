@@ -46,7 +46,7 @@ class GrpcWorker:
         self.num_routers_lost = 0
         self.is_paused = False
         self.changed = asyncio.Event()
-        self._index = index
+        self.index = index
         self._streams = RouterStreams(self.info, self._on_message, self._on_router_lost)
         self._server = grpc.aio.server(options=server_options())
 
@@ -54,15 +54,15 @@ class GrpcWorker:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._streams, self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
-        self._index.register(Registration(self.info.ref, self.info.role, f"127.0.0.1:{port}"))
+        self.index.register(Registration(self.info.ref, self.info.role, f"127.0.0.1:{port}"))
 
     async def kill(self) -> None:
         """As a process dies: the connection breaks, the lease goes."""
-        self._index.deregister(self.info.ref)
+        self.index.deregister(self.info.ref)
         await self._server.stop(None)
 
     def forget_lease(self) -> None:
-        self._index.deregister(self.info.ref)
+        self.index.deregister(self.info.ref)
 
     def send(self, message: WorkerMessage) -> None:
         self._streams.broadcast(message)

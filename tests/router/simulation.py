@@ -159,8 +159,9 @@ class Simulation:
                 case LookupPrefix():
                     self._look_up(effect)
                 case DropWorker(ref, _):
-                    dropped = self.workers.pop(ref.worker_id, None)
-                    if dropped is not None:
+                    dropped = self.workers.get(ref.worker_id)
+                    if dropped is not None and dropped.info.ref == ref:
+                        del self.workers[ref.worker_id]
                         self.after(1.0, lambda worker=dropped: self._join(reborn(worker)))
 
     def _to_worker(self, effect: SendToWorker) -> None:

@@ -94,12 +94,31 @@ def test_events_of_an_ended_attempt_are_ignored() -> None:
     assert driver.token_ids() == [100]
 
 
-def test_new_life_of_a_worker_ends_the_old_one() -> None:
+def test_new_life_of_a_worker_ends_the_old_one_for_good() -> None:
     driver = Driver("p0", "d0", "d1")
     driver.to_decoding(request(), decode="d0")
     driver.connect(worker_info("d0", "2"))
-    assert DropWorker(ref("d0"), "another life of the worker has connected") in driver.other_effects
+    reason = "a later life of the worker has connected"
+    assert DropWorker(ref("d0"), reason, is_final=True) in driver.other_effects
     assert len([message for message in driver.take() if isinstance(message, Reserve)]) == 1
+
+
+def test_old_life_that_thaws_cannot_replace_its_successor() -> None:
+    driver = Driver("p0", "d0")
+    driver.advance(4.1, silent="d0")
+    driver.connect(worker_info("d0", "2"))
+    driver.connect(worker_info("d0", "1"))
+    reason = "a later life of the worker is connected"
+    assert driver.other_effects[-1] == DropWorker(ref("d0"), reason, is_final=True)
+    assert [worker.ref for worker in driver.core.workers] == [ref("p0"), ref("d0", "2")]
+
+
+def test_worker_may_connect_again_under_the_same_life() -> None:
+    driver = Driver("p0", "d0")
+    lose(driver, "d0")
+    driver.connect(worker_info("d0"))
+    assert driver.core.has_ready_pair
+    assert driver.other_effects == []
 
 
 # ---- prefill worker lost --------------------------------------------------------------------------------

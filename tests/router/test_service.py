@@ -303,3 +303,16 @@ async def test_bug_in_the_core_ends_the_service_instead_of_hiding(monkeypatch: p
         with pytest.raises(ExceptionGroup):
             async with asyncio.timeout(5):
                 await service.wait()
+
+
+async def test_of_two_listed_lives_of_a_worker_only_the_later_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.registry.POLL_INTERVAL_S", 0.01)
+    async with cluster("p0", "d0") as (service, workers):
+        successor = GrpcWorker("d0", workers["d0"].index, "2")
+        await successor.start()
+        await workers["d0"].until(lambda: workers["d0"].num_routers_lost == 1)
+        for idx in range(3):
+            assert isinstance((await run(service, request(f"r{idx}")))[-1], Finished)
+        assert (len(successor.received), workers["d0"].received) == (3, [])
+        assert workers["d0"].num_routers_lost == 1
+        await successor.kill()
