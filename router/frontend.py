@@ -6,21 +6,19 @@ Owns the tokenizer's use, the validator and the requests in flight; the service 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import assert_never
 
 from common.errors import DeadlineExceeded, InvalidRequest, PdserveError
 from common.ids import RequestId
-from common.request import TokenEvent
 from common.telemetry.logs import get_logger
 from router import limits
-from router.generation import Accepted, Failed, Finished, RequestTimings, Tokens
+from router.generation import Accepted, Failed, Finished, Tokens
 from router.in_flight import Entry, InFlight
+from router.output import Deltas, RequestOutput, Update
 from router.request_metrics import NullMetrics, RouterMetrics
 from router.request_spec import ChatPrompt, Prompt, RequestSpec, TextPrompt, TokenPrompt
 from router.served_model import ServedModel
 from router.service_protocol import GenerationService, Readiness
-from router.text import ChoiceDelta, ChoiceText
 from router.token_text import TokenTexts
 from router.tokenizer import PromptTokenizer
 from router.validation import Validator, ValidRequest
@@ -28,26 +26,6 @@ from router.validation import Validator, ValidRequest
 _NO_METRICS = NullMetrics()
 # The service ends a request at its deadline by itself; this is for one that does not.
 _DEADLINE_SLACK_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Deltas:
-    """News of one step, of one or more choices."""
-
-    deltas: tuple[ChoiceDelta, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Last update of a request: every choice has ended. `num_completion_tokens` counts what the client was given."""
-
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_cached_tokens: int
-    timings: RequestTimings
-
-
-Update = Accepted | Deltas | Summary
 
 
 class Frontend:
@@ -112,7 +90,7 @@ class Frontend:
                     yield update
 
     async def _follow(self, request: ValidRequest, entry: Entry) -> AsyncGenerator[Update, None]:
-        output = _Output(request, self.tokenizer, self.service)
+        output = RequestOutput(request, self.tokenizer, self.service)
         async for event in self.service.submit(request.generation):
             match event:
                 case Accepted():
@@ -148,52 +126,6 @@ class Frontend:
                 )
             case _:
                 assert_never(prompt)
-
-
-class _Output:
-    """The choices of one request as far as they have come."""
-
-    def __init__(self, request: ValidRequest, tokenizer: PromptTokenizer, service: GenerationService) -> None:
-        self._request_id = request.generation.request_id
-        self._num_prompt_tokens = len(request.generation.token_ids)
-        self._service = service
-        self._choices = [
-            ChoiceText(idx, tokenizer.tokenizer, request.generation.token_ids[-8:], request.text)
-            for idx in range(request.generation.num_choices)
-        ]
-        self.accepted: Accepted | None = None
-
-    def push(self, events: Sequence[TokenEvent]) -> tuple[ChoiceDelta, ...]:
-        """Take the tokens of a step; a choice that meets a stop string is stopped in the service too."""
-        deltas = []
-        for event in events:
-            delta = self._choices[event.choice_idx].push(event)
-            if delta is None:
-                continue
-            deltas.append(delta)
-            if delta.end is not None and delta.end.stop_string is not None and event.finish_reason is None:
-                self._service.stop_choice(self._request_id, event.choice_idx)
-        return tuple(deltas)
-
-    def summary(self, finished: Finished) -> Summary:
-        """Raises when the service says "finished" and a choice has no end: an empty success is no success."""
-        if not all(choice.is_ended for choice in self._choices):
-            raise PdserveError("the request ended without all of its output")
-        return self._summary(finished.num_cached_tokens, finished.timings)
-
-    def unfinished(self, entry: Entry) -> list[Update]:
-        """What to say when the service stops without a word: an abort has an end, anything else is an error."""
-        if entry.error is not None:
-            raise entry.error
-        if not entry.is_aborted:
-            raise PdserveError("the request ended without an outcome")
-        deltas = tuple(delta for choice in self._choices if (delta := choice.abort()) is not None)
-        num_cached_tokens = self.accepted.num_cached_tokens if self.accepted else 0
-        return [Deltas(deltas), self._summary(num_cached_tokens, RequestTimings())]
-
-    def _summary(self, num_cached_tokens: int, timings: RequestTimings) -> Summary:
-        num_completion_tokens = sum(choice.num_tokens for choice in self._choices)
-        return Summary(self._num_prompt_tokens, num_completion_tokens, num_cached_tokens, timings)
 
 
 def _text_length(prompt: Prompt) -> int:

@@ -9,7 +9,7 @@ from common.pb import generation_pb2 as pb
 from router import limits
 from router.chat_template import Message as ChatMessage
 from router.chat_template import chat_message
-from router.openai_specs import check_template_kwargs
+from router.openai_prompts import check_template_kwargs
 from router.request_spec import (
     ChatPrompt,
     Prompt,

@@ -8,8 +8,8 @@ from google.protobuf.duration_pb2 import Duration
 from common.messages import Role, WorkerState
 from common.pb import generation_pb2 as pb
 from common.request import FinishReason, SampledToken
-from router.frontend import Summary
 from router.generation import Accepted, RequestTimings
+from router.output import Summary
 from router.served_model import ServedModel
 from router.service_protocol import ClusterState, WorkerView
 from router.text import ChoiceDelta, ChoiceEnd

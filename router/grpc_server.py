@@ -3,34 +3,27 @@
 import asyncio
 import re
 import secrets
-from contextlib import aclosing
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, PdserveError, WorkerFailed
+from common.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, PdserveError
 from common.grpc_options import server_options
 from common.ids import RequestId
 from common.pb import generation_pb2 as pb
 from common.pb import generation_pb2_grpc
 from router import limits
-from router.frontend import Deltas, Frontend, Summary, Update
-from router.generation import Accepted
+from router.frontend import Frontend
+from router.grpc_call import GenerateCall
 from router.grpc_errors import Context, guarded
 from router.grpc_health import ReadinessHealth
 from router.grpc_requests import generate_spec, prompt_of
 from router.grpc_responses import (
-    accepted_pb,
-    chunk_pb,
-    echo_pb,
-    finished_pb,
     model_info_pb,
     workers_pb,
 )
 from router.listening import PortInUse
-from router.text import ChoiceDelta, ChoiceEnd
-from router.validation import ValidRequest
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{limits.MAX_REQUEST_ID_LENGTH}}}")
@@ -38,7 +31,7 @@ _DEFAULT_WATCH_INTERVAL_S = 1.0
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Stateless: a call's state is in its `_Call`."""
+    """Stateless: a call's state is in its `GenerateCall`."""
 
     def __init__(self, frontend: Frontend, max_request_bytes: int) -> None:
         self._frontend = frontend
@@ -50,7 +43,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         spec = generate_spec(request, _time_remaining_s(context))
         valid = await self._frontend.admit(spec, _request_id(request.request_id))
         await context.send_initial_metadata((("x-request-id", valid.generation.request_id),))
-        await _Call(request, valid, self._frontend, context).run()
+        await GenerateCall(request, valid, self._frontend, context).run()
 
     @guarded
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -100,75 +93,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise BodyTooLarge(f"the request has {size_bytes} bytes, at most {self._max_request_bytes} are allowed")
 
 
-class _Call:
-    """One `Generate`: writes what the front end tells it. Without `stream`, one chunk per choice at the end."""
-
-    def __init__(self, request: pb.GenerateRequest, valid: ValidRequest, frontend: Frontend, context: Context) -> None:
-        self._request = request
-        self._valid = valid
-        self._frontend = frontend
-        self._context = context
-        self._deltas: list[ChoiceDelta] = []
-        self._ends: dict[int, ChoiceEnd] = {}
-        self._echoed: set[int] = set()
-
-    async def run(self) -> None:
-        try:
-            async with aclosing(self._frontend.run(self._valid)) as updates:
-                async for update in updates:
-                    await self._write_update(update)
-        except WorkerFailed as error:
-            if self._echoed or self._ends or self._deltas:
-                error.grpc_code = "INTERNAL"  # ABORTED says that a retry is safe; output has been given already
-            raise
-
-    async def _write_update(self, update: Update) -> None:
-        match update:
-            case Accepted():
-                await self._write(accepted=accepted_pb(update))
-            case Deltas():
-                for delta in update.deltas:
-                    await self._take(delta)
-            case Summary():
-                await self._finish(update)
-
-    async def _take(self, delta: ChoiceDelta) -> None:
-        if delta.end is not None:
-            self._ends[delta.choice_idx] = delta.end
-        if self._request.stream:
-            await self._write_chunk(delta)
-        else:
-            self._deltas.append(delta)
-
-    async def _finish(self, summary: Summary) -> None:
-        for index in range(self._valid.generation.num_choices):
-            if not self._request.stream:
-                await self._write_chunk(_joined(index, self._deltas))
-            has_timings = self._request.output.return_timings
-            await self._write(finished=finished_pb(index, self._ends[index], summary, has_timings=has_timings))
-
-    async def _write_chunk(self, delta: ChoiceDelta) -> None:
-        index = delta.choice_idx
-        if index not in self._echoed:
-            self._echoed.add(index)
-            if self._valid.echo_text is not None:
-                prompt = self._valid.generation.token_ids
-                await self._write(chunk=echo_pb(index, prompt, self._valid.echo_text))
-        num_logprobs = self._valid.generation.sampling.num_logprobs
-        await self._write(chunk=chunk_pb(delta, num_logprobs, self._frontend.token_texts))
-
-    async def _write(
-        self,
-        accepted: pb.Accepted | None = None,
-        chunk: pb.TokenChunk | None = None,
-        finished: pb.Finished | None = None,
-    ) -> None:
-        request_id = self._valid.generation.request_id
-        await self._context.write(
-            pb.GenerateResponse(request_id=request_id, accepted=accepted, chunk=chunk, finished=finished)
-        )
-
-
 class GrpcServer:
     """A bound and started server. Raises PortInUse when another process listens there."""
 
@@ -190,12 +114,6 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls; those that go on after the grace are cut."""
         await self._server.stop(grace_s)
-
-
-def _joined(index: int, deltas: list[ChoiceDelta]) -> ChoiceDelta:
-    own = [delta for delta in deltas if delta.choice_idx == index]
-    tokens = tuple(token for delta in own for token in delta.tokens)
-    return ChoiceDelta(index, tokens, "".join(delta.text for delta in own))
 
 
 def _request_id(stated: str) -> RequestId:

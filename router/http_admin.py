@@ -13,9 +13,9 @@ from common.ids import RequestId
 from router.frontend import Frontend
 from router.http_io import json_response, read_json
 from router.json_body import parse_body
+from router.openai_prompts import chat_prompt
 from router.openai_requests import DetokenizeBody, TokenizeBody
 from router.openai_responses import ModelCard, ModelList
-from router.openai_specs import chat_prompt
 from router.request_spec import Prompt, TextPrompt
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.ids import RequestId
-from router.frontend import Deltas, Frontend, Summary, Update
+from router.frontend import Frontend
 from router.generation import Accepted
 from router.http_io import REQUEST_ID_HEADER, deadline_of, json_response, read_json, request_id_of
 from router.http_stream import DONE, ClientGone, EventStream, sse_frame, until_disconnected
@@ -25,13 +25,12 @@ from router.openai_render import (
     Renderer,
     RenderOptions,
     WholeChoice,
-    metrics_of,
-    server_timing,
-    usage_of,
 )
 from router.openai_requests import ChatBody, CompletionBody, GenerationBody
 from router.openai_responses import Answer
 from router.openai_specs import chat_spec, completion_specs
+from router.openai_usage import metrics_of, server_timing, usage_of
+from router.output import Deltas, Summary, Update
 from router.request_spec import RequestSpec
 from router.text import ChoiceDelta
 from router.validation import ValidRequest

@@ -1,22 +1,18 @@
 """What a body of the OpenAI API asks for, as a `RequestSpec`. Pure: no IO. Ranges are left to `router.validation`."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from common.errors import InvalidRequest, Unsupported
-from router import limits
-from router.chat_template import Message, chat_message
 from router.openai_fields import refuse_unsupported
-from router.openai_requests import ChatBody, CompletionBody, ContentPart, GenerationBody, MessageBody
+from router.openai_prompts import chat_prompt, prompts_of
+from router.openai_requests import ChatBody, CompletionBody, GenerationBody
 from router.request_spec import (
-    ChatPrompt,
     Prompt,
     RequestSpec,
     RoutingSpec,
     SamplingSpec,
     StopSpec,
-    TextPrompt,
     TokenPrompt,
 )
 
@@ -33,8 +29,6 @@ _CHAT_UNSUPPORTED = (
     *("modalities", "parallel_tool_calls", "prediction", "reasoning_effort", "tool_choice", "tools", "verbosity"),
     "web_search_options",
 )
-_MESSAGE_UNSUPPORTED = ("annotations", "audio", "function_call", "refusal", "tool_call_id", "tool_calls")
-_RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt", "tools", "documents")
 
 
 def completion_specs(body: CompletionBody, deadline_s: float | None) -> list[RequestSpec]:
@@ -45,7 +39,7 @@ def completion_specs(body: CompletionBody, deadline_s: float | None) -> list[Req
         raise Unsupported("echo together with logprobs is not supported yet", param="echo")
     spec = _spec(body, TokenPrompt(()), body.max_tokens, body.logprobs, deadline_s)
     spec = dataclasses.replace(spec, echo=bool(body.echo))
-    return [dataclasses.replace(spec, prompt=prompt) for prompt in _prompts(body)]
+    return [dataclasses.replace(spec, prompt=prompt) for prompt in prompts_of(body)]
 
 
 def chat_spec(body: ChatBody, deadline_s: float | None) -> RequestSpec:
@@ -56,32 +50,6 @@ def chat_spec(body: ChatBody, deadline_s: float | None) -> RequestSpec:
     spec = _spec(body, prompt, max_tokens, _chat_logprobs(body), deadline_s)
     names = {"prompt": "messages", "max_tokens": max_tokens_name, "logprobs": "top_logprobs", **spec.api_names}
     return dataclasses.replace(spec, api_names=names)
-
-
-def chat_prompt(
-    messages: Sequence[MessageBody], template_kwargs: Mapping[str, Any] | None, add_generation_prompt: bool | None
-) -> ChatPrompt:
-    """Raises InvalidRequest when the messages hold something other than text."""
-    if not messages:
-        raise InvalidRequest("messages is empty", param="messages")
-    if len(messages) > limits.MAX_MESSAGES:
-        raise InvalidRequest(f"messages holds more than {limits.MAX_MESSAGES} messages", param="messages")
-    kwargs = template_kwargs or {}
-    check_template_kwargs(kwargs, "chat_template_kwargs")
-    return ChatPrompt(
-        messages=tuple(_message(message, f"messages[{idx}]") for idx, message in enumerate(messages)),
-        add_generation_prompt=add_generation_prompt is not False,
-        template_kwargs=kwargs,
-    )
-
-
-def check_template_kwargs(kwargs: Mapping[str, Any], param: str) -> None:
-    """Raise when they would replace what the template gets from us, or nest too deeply."""
-    for name in kwargs:
-        if name in _RESERVED_TEMPLATE_NAMES or not name.isidentifier():
-            raise InvalidRequest(f"{param} cannot set {name[:64]!r}", param=param)
-    if _is_deeper_than(kwargs, limits.MAX_JSON_DEPTH):
-        raise InvalidRequest(f"{param} is nested too deeply", param=param)
 
 
 def _spec(
@@ -142,34 +110,6 @@ def _check_stream_options(body: GenerationBody) -> None:
     refuse_unsupported(body.stream_options, ("continuous_usage_stats", "include_obfuscation"), "stream_options.")
 
 
-def _prompts(body: CompletionBody) -> list[Prompt]:
-    """A string, its token ids, or a list of either."""
-    special = body.add_special_tokens is not False
-    if isinstance(body.prompt, str):
-        return [TextPrompt(body.prompt, special)]
-    if not body.prompt:
-        raise InvalidRequest("prompt is empty", param="prompt")
-    if isinstance(body.prompt[0], int | float):
-        return [TokenPrompt(_ids(body.prompt, "prompt"))]
-    if len(body.prompt) > limits.MAX_PROMPTS:
-        raise InvalidRequest(f"prompt holds more than {limits.MAX_PROMPTS} prompts", param="prompt")
-    return [_list_item(item, f"prompt[{idx}]", special) for idx, item in enumerate(body.prompt)]
-
-
-def _list_item(item: object, param: str, add_special_tokens: bool) -> Prompt:
-    if isinstance(item, str):
-        return TextPrompt(item, add_special_tokens)
-    if isinstance(item, list):
-        return TokenPrompt(_ids(item, param))
-    raise InvalidRequest(f"{param} must be a string or a list of token ids", param=param)
-
-
-def _ids(items: list[Any], param: str) -> tuple[int, ...]:
-    if not all(type(item) is int for item in items):  # true and 1.5 are no ids
-        raise InvalidRequest(f"{param} must hold integers only", param=param)
-    return tuple(items)
-
-
 def _chat_max_tokens(body: ChatBody) -> tuple[int | None, str]:
     """The value, and under which of its two names it was stated."""
     new, old = body.max_completion_tokens, body.max_tokens
@@ -184,29 +124,3 @@ def _chat_logprobs(body: ChatBody) -> int | None:
     if body.top_logprobs is not None:
         raise InvalidRequest("top_logprobs is only allowed with logprobs", param="top_logprobs")
     return None
-
-
-def _message(message: MessageBody, param: str) -> Message:
-    refuse_unsupported(message, _MESSAGE_UNSUPPORTED, f"{param}.")
-    if message.content is None:
-        raise InvalidRequest(f"{param}.content is missing", param=f"{param}.content")
-    content = message.content if isinstance(message.content, str) else _joined(message.content, f"{param}.content")
-    return chat_message(message.role, content, message.name)
-
-
-def _joined(parts: Sequence[ContentPart], param: str) -> str:
-    for idx, part in enumerate(parts):
-        if part.type != "text":
-            where = f"{param}[{idx}].type"
-            raise Unsupported(f"{where}: content of type {part.type[:32]!r} is not supported yet", param=where)
-        if part.text is None:
-            raise InvalidRequest(f"{param}[{idx}].text is missing", param=f"{param}[{idx}].text")
-    return "".join(part.text or "" for part in parts)
-
-
-def _is_deeper_than(value: object, depth: int) -> bool:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if not isinstance(value, list):
-        return False
-    return depth == 0 or any(_is_deeper_than(item, depth - 1) for item in value)

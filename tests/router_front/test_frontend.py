@@ -10,10 +10,11 @@ import pytest
 from common.errors import InvalidRequest, NoReadyPair, PdserveError, RequestCancelled
 from common.ids import RequestId
 from router import limits
-from router.frontend import Deltas, Frontend, Summary
+from router.frontend import Frontend
 from router.generation import Failed, GenerationRequest
 from router.in_flight import InFlight
 from router.merge import merged
+from router.output import Deltas, Summary
 from router.request_spec import ChatPrompt, RequestSpec, StopSpec, TextPrompt
 from router.tokenizer import PromptTokenizer
 from router.validation import Validator
