@@ -27,6 +27,8 @@ from router.retry_budget import RetryBudget
 from router.router_limits import RouterLimits
 from router.workers import Worker
 
+# Two losses of an attempt this close together are one death, seen from two sides.
+SAME_LOSS_S = 0.5
 _WITH_DECODE = frozenset({Phase.GRANTED, Phase.PREFILLING, Phase.LOCAL, Phase.DECODING})
 
 
@@ -214,7 +216,9 @@ class Attempts:
     def _replay(self, request: Request, attempts: Sequence[Attempt], reason: str, now_s: float) -> None:
         """The attempts are lost on their decode worker: place prompt and delivered tokens anew."""
         choices = [idx for attempt in attempts for idx in attempt.choices]
-        if not self._may_retry(request, Lost.DECODE_WORKER, reason, now_s):
+        # A decode worker's death often shows first as a failure of the prefill worker that ships to it: one retry.
+        is_counted = any(now_s - attempt.prefill_lost_s < SAME_LOSS_S for attempt in attempts)
+        if not is_counted and not self._may_retry(request, Lost.DECODE_WORKER, reason, now_s):
             return
         for attempt in attempts:
             self._ledger.end_attempt(request, attempt, reason, cancel_decode=True)
@@ -228,6 +232,7 @@ class Attempts:
         lost = Lost.TRANSFER if cancel else Lost.PREFILL_WORKER
         if not self._may_retry(request, lost, reason, now_s):
             return
+        attempt.prefill_lost_s = now_s
         self._ledger.release_prefill(attempt, cancel=cancel)
         self._await_prefill(request, attempt)
 

@@ -89,6 +89,7 @@ class Attempt:
     decode: WorkerRef | None = None
     prefill: WorkerRef | None = None  # of the current try
     prefill_try: int = -1  # -1: none yet
+    prefill_lost_s: float = float("-inf")  # when a try was last given up
     first_missing_token: int = 0
     is_local: bool = False
     end_reason: str = ""

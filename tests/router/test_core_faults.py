@@ -83,6 +83,19 @@ def test_prefill_worker_is_told_when_the_decode_worker_it_ships_to_dies() -> Non
     assert driver.take("p0") == [Cancel(attempt_id)]
 
 
+def test_death_that_shows_first_on_the_prefill_side_is_one_retry() -> None:
+    driver = Driver("p0", "p1", "d0", "d1", limits=RouterLimits(max_retries=1))
+    driver.submit(request())
+    attempt_id = driver.grant("d0")
+    driver.take("p0")
+    driver.say("p0", AttemptFailed(attempt_id, "link lost", is_retryable=True, prefill_try=0))
+    lose(driver, "d0")
+    assert isinstance(driver.take_one("d1"), Reserve)
+    driver.advance(1.0)
+    lose(driver, "d1")  # a second death is a second retry, which this request does not have
+    assert isinstance(driver.error(), WorkerFailed)
+
+
 def test_events_of_an_ended_attempt_are_ignored() -> None:
     driver = Driver("p0", "d0", "d1")
     old = driver.to_decoding(request(), decode="d0")
