@@ -85,7 +85,8 @@ def _copy_chunk(
     launch(
         copy_chunk_kernel, grid, cache.device,
         _as_words(cache[layers.start : layers.stop]), _as_words(payload), slots, slots.shape[0],
-        num_blocks * block_size, ROW_WORDS=row_words, TOKENS=TOKEN_TILE, WORDS=words, IS_PACK=is_pack, num_warps=4,
+        num_blocks * block_size, ROW_WORDS=row_words, TOKENS=TOKEN_TILE, WORDS=words, IS_PACK=is_pack,
+        num_warps=max(1, min(4, TOKEN_TILE * words // 256)),  # 4 words per thread and load, at 64 threads a warp
     )  # fmt: skip
 
 
