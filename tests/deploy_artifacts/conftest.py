@@ -48,6 +48,6 @@ def render(helm: Callable[..., "subprocess.CompletedProcess[str]"]) -> Render:
         values = str(VALUES_DIR / f"{value_set}.yaml")
         done = helm("template", "pd", str(toolbox.CHART), "--namespace", "serving", "--values", values)
         assert done.returncode == 0, done.stderr
-        return [document for document in yaml.safe_load_all(done.stdout) if document]
+        return [document for document in yaml.load_all(done.stdout, yaml.CSafeLoader) if document]
 
     return manifests

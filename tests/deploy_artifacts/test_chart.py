@@ -2,7 +2,10 @@
 
 import copy
 import json
+import re
+import subprocess
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +36,23 @@ def test_lint_has_no_warning(helm: Helm, value_set: str) -> None:
 @pytest.mark.parametrize("value_set", VALUE_SETS)
 def test_manifests_are_strictly_valid_for_every_kubernetes_version(render: Render, value_set: str) -> None:
     """Pod templates inside the RayCluster are checked as pod templates; the rest of it has its own test."""
-    from kubernetes_validate import validate
-
     core = [manifest for manifest in render(value_set) if "." not in manifest["apiVersion"].partition("/")[0]]
     core += [manifest for manifest in render(value_set) if manifest["apiVersion"].startswith("networking.k8s.io")]
     core += [
         {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": component}, "template": template}
         for component, template in pod_templates(of_kind(render(value_set), "RayCluster"))
     ]
+    for manifest in core:
+        validate_strictly(json.dumps(manifest))
+
+
+@cache
+def validate_strictly(manifest_json: str) -> None:
+    """Raise when a version would not take the manifest. Most manifests are the same in several value sets."""
+    from kubernetes_validate import validate
+
     for version in KUBERNETES_VERSIONS:
-        for manifest in core:
-            validate(manifest, version, strict=True)
+        validate(json.loads(manifest_json), version, strict=True)
 
 
 def test_the_newest_kubernetes_version_is_among_those_checked(tools: Path) -> None:
@@ -180,6 +189,15 @@ def test_pools_have_their_own_range_and_resource(render: Render, value_set: str)
         labels = group["template"]["metadata"]["labels"]
         assert labels["llm-d.ai/role"] == role
         assert labels["llm-d.ai/inference-serving"] == "true"
+
+
+def test_ray_knows_every_start_parameter(render: Render) -> None:
+    """KubeRay turns them into options of `ray start`."""
+    helped = subprocess.run(["ray", "start", "--help"], capture_output=True, text=True, timeout=60, check=True)
+    options = set(re.findall(r"--[a-z][a-z-]*", helped.stdout))
+    spec = of_kind(render("default"), "RayCluster")[0]["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        assert {f"--{name}" for name in group["rayStartParams"]} <= options
 
 
 @pytest.mark.parametrize("value_set", VALUE_SETS)

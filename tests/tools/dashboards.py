@@ -44,7 +44,7 @@ OVERVIEW = (
         "Errors",
         "reqps",
         (
-            (rate("pdserve_requests_total", "error_type", f'{_MODEL}, status="error"'), "{{error_type}}"),
+            (rate("pdserve_requests_total", "error_type", f'{_MODEL}, status="failed"'), "{{error_type}}"),
             (rate("pdserve_admission_rejections_total", "reason"), "refused: {{reason}}"),
         ),
     ),

@@ -1,11 +1,5 @@
 {{/* pdserve.yaml: what the values decide, over what the user set under `config`. */}}
 {{- define "pdserve.config" -}}
-{{- $worker := dict "port" .Values.worker.port "metrics_port" .Values.worker.metricsPort -}}
-{{- $router := dict
-  "host" "0.0.0.0"
-  "http_port" .Values.router.service.httpPort
-  "grpc_port" .Values.router.service.grpcPort
-  "metrics_port" .Values.router.metricsPort -}}
 {{- $model := dict
   "path" .Values.model.path
   "served_name" .Values.model.servedName
@@ -14,12 +8,28 @@
   "prefill" .Values.prefill.replicas
   "decode" .Values.decode.replicas
   "drain_grace_s" (sub .Values.decode.terminationGracePeriodSeconds 15) -}}
+{{- $router := dict
+  "host" "0.0.0.0"
+  "http_port" .Values.router.service.httpPort
+  "grpc_port" .Values.router.service.grpcPort
+  "metrics_port" .Values.router.metricsPort -}}
 {{- dict
   "namespace" (include "pdserve.fullname" .)
   "model" $model
   "pools" $pools
   "router" (merge $router .Values.config.router)
-  "prefill_worker" (merge (deepCopy $worker) .Values.config.prefill_worker)
-  "decode_worker" (merge (deepCopy $worker) .Values.config.decode_worker)
+  "prefill_worker" (include "pdserve.workerConfig" (dict "pool" .Values.prefill "config" .Values.config.prefill_worker "root" $) | fromYaml)
+  "decode_worker" (include "pdserve.workerConfig" (dict "pool" .Values.decode "config" .Values.config.decode_worker "root" $) | fromYaml)
   | toYaml -}}
+{{- end }}
+
+{{/* A worker computes with as many threads as its pod has cores, unless the user says otherwise. */}}
+{{- define "pdserve.workerConfig" -}}
+{{- $fixed := dict "port" .root.Values.worker.port "metrics_port" .root.Values.worker.metricsPort -}}
+{{- $cores := toString .pool.resources.limits.cpu -}}
+{{- $derived := dict -}}
+{{- if regexMatch "^[1-9][0-9]*$" $cores -}}
+{{- $_ := set $derived "num_threads" (int $cores) -}}
+{{- end -}}
+{{- merge $fixed .config $derived | toYaml -}}
 {{- end }}

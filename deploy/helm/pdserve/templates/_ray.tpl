@@ -29,6 +29,9 @@ readinessProbe:
 {{- define "pdserve.rayEnv" -}}
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
+# The controller places workers by pool, not by GPU: a worker uses the GPUs of its pod.
+- name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
+  value: "0"
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - name: GLOO_SOCKET_IFNAME
