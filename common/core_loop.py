@@ -44,6 +44,8 @@ class CoreLoop(Generic[EventT, EffectT]):
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_deadline_s: float | None = None
+        # Set when the core or an effect raised: a bug, after which the state can't be trusted and the shell must end.
+        self.failed: asyncio.Future[None] = self._loop.create_future()
 
     def post(self, event: EventT) -> None:
         """Handle `event` now, or right after the one being handled. Only from the loop's thread."""
@@ -64,14 +66,25 @@ class CoreLoop(Generic[EventT, EffectT]):
             self._timer.cancel()
 
     def _drain(self) -> None:
+        self._run(self._handle_pending)
+        self._set_timer()
+
+    def _handle_pending(self) -> None:
+        while self._pending:
+            event = self._pending.popleft()
+            self._perform_all(self._core.handle(event, self._clock()))
+
+    def _run(self, action: Callable[[], None]) -> None:
         self._is_handling = True
         try:
-            while self._pending:
-                event = self._pending.popleft()
-                self._perform_all(self._core.handle(event, self._clock()))
+            action()
+        except BaseException as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+                self.failed.exception()  # whoever awaits it hears of it; nobody has to
+            raise
         finally:
             self._is_handling = False
-        self._set_timer()
 
     def _perform_all(self, effects: Sequence[EffectT]) -> None:
         for effect in effects:
@@ -91,9 +104,5 @@ class CoreLoop(Generic[EventT, EffectT]):
     def _fire(self) -> None:
         self._timer = None
         self._timer_deadline_s = None
-        self._is_handling = True
-        try:
-            self._perform_all(self._core.handle_deadline(self._clock()))
-        finally:
-            self._is_handling = False
+        self._run(lambda: self._perform_all(self._core.handle_deadline(self._clock())))
         self._drain()

@@ -51,6 +51,10 @@ class DecodeWorker:
         self._sessions.add_to(around.server)
         self._compute = ComputeThread(around.loaded.runner, self._on_step_finished, self._on_step_failed)
 
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        return self._loop.failed
+
     def on_message(self, router_id: RouterId, message: Reserve | Prefill | Cancel | Drain) -> None:
         if isinstance(message, Drain):
             self.drain(message.grace_s)

@@ -43,10 +43,14 @@ class WorkerControl:
         self.stopped = asyncio.Event()
 
     def request_drain(self, grace_s: float) -> None:
-        self._loop.call_soon_threadsafe(self._set_drain, grace_s)
+        """Ignored once the worker has ended."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._set_drain, grace_s)
 
     def request_stop(self) -> None:
-        self._loop.call_soon_threadsafe(self.stopped.set)
+        """Ignored once the worker has ended."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.stopped.set)
 
     def report_ready(self, description: dict[str, Any]) -> None:
         self._on_ready(description)
@@ -70,6 +74,11 @@ class RoleWorker(Protocol):
     """What a role offers to the shell around it. All calls in the event loop's thread."""
 
     drained: asyncio.Event
+
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        """Raises the bug that makes the role's state worthless: the process ends and is replaced."""
+        ...
 
     def on_message(self, router_id: RouterId, message: Reserve | Prefill | Cancel | Drain) -> None: ...
 
@@ -176,7 +185,9 @@ async def _serve_until_end(control: WorkerControl, role: RoleWorker, around: Sur
         drain = tasks.create_task(_drain_when_asked(control, role))
         ended = [asyncio.ensure_future(control.stopped.wait()), asyncio.ensure_future(role.drained.wait())]
         try:
-            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*ended, role.failed], return_when=asyncio.FIRST_COMPLETED)
+            if role.failed.done():
+                role.failed.result()
         finally:
             for task in (stats, drain, *ended):
                 task.cancel()

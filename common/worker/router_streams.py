@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
+from common.errors import PeerError
 from common.ids import RouterId
 from common.messages import Cancel, Drain, Prefill, Reserve, RouterHello, WorkerInfo, WorkerMessage
 from common.pb import worker_pb2, worker_pb2_grpc
@@ -76,7 +77,7 @@ class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 message = router_message_from_pb(await anext(requests))
-        except (TimeoutError, StopAsyncIteration, ValueError):
+        except (TimeoutError, StopAsyncIteration, PeerError):
             message = None
         if isinstance(message, RouterHello):
             return message.router_id
@@ -94,6 +95,8 @@ class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
                 message = router_message_from_pb(request)
                 if isinstance(message, Reserve | Prefill | Cancel | Drain):
                     self._on_message(router_id, message)
+        except PeerError as error:
+            get_logger().warning("router_message_invalid", router_id=router_id, reason=str(error))
         finally:
             queue.put_nowait(None)
 

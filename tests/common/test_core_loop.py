@@ -4,6 +4,8 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
+import pytest
+
 from common.core_loop import CoreLoop
 
 
@@ -84,3 +86,24 @@ async def test_a_closed_event_loop_swallows_late_events() -> None:
     loop = await asyncio.to_thread(other.run_until_complete, make())
     other.close()
     loop.post_threadsafe("late")
+
+
+class Broken(Echo):
+    """A core with a bug in its deadline and in one event."""
+
+    def handle(self, event: str, now_s: float) -> Sequence[str]:
+        assert event != "bug", "a bug"
+        return super().handle(event, now_s)
+
+    def handle_deadline(self, now_s: float) -> Sequence[str]:
+        raise AssertionError("a bug at the deadline")
+
+
+@pytest.mark.parametrize("event", ["bug", "at 0.01"])
+async def test_a_bug_is_heard_by_whoever_waits_for_it_wherever_it_struck(event: str) -> None:
+    """From another thread and from the timer nobody is there to catch it."""
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    loop = CoreLoop(Broken(), lambda effect: None)
+    await asyncio.to_thread(loop.post_threadsafe, event)
+    with pytest.raises(AssertionError, match="a bug"):
+        await asyncio.wait_for(asyncio.shield(loop.failed), 5)
