@@ -1,6 +1,6 @@
 """Leaves nothing behind: ends every process of a session when the process that owns the session has died.
 
-    python -I -S guardian.py OWNER_PID SESSION [RUNTIME_DIR]
+    python -I -S guardian.py OWNER_PID SESSION RUNTIME_DIR
 
 All processes of a session carry PDSERVE_SESSION in their environment, from the owner down to what Ray starts. The
 kernel takes the owner's own children with it (`die_with_parent.py`); this program takes the rest (Ray's agents live
@@ -82,9 +82,8 @@ def main(owner_pid: int, session: str, runtime_dir: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     wait_for_exit(owner_pid)
     end_session(session, keep=frozenset({os.getpid()}))
-    if runtime_dir:
-        shutil.rmtree(runtime_dir, ignore_errors=True)
+    shutil.rmtree(runtime_dir, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "")
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

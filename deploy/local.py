@@ -56,6 +56,7 @@ def run_local(config: ClusterConfig, report: Report, use: Use) -> int:
     check_ports(config)
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(session())
+        report("pdserve", f"logs are below {opened.runtime_dir} while it runs")
         redis = resolve_redis(config.redis_url, opened.runtime_dir)
         stack.callback(redis.stop)
         report("redis", f"ready ({redis.source})")
@@ -118,7 +119,7 @@ class _Running:
                     self._use_when_ready(use), self._supervise(), self._until_stopped(stop), _end_of(controller)
                 )
             finally:
-                await self._shut_down(stop)
+                await self._shut_down(stop, controller)
                 controller.cancel()
                 await asyncio.gather(controller, return_exceptions=True)
                 await store.withdraw()
@@ -159,9 +160,11 @@ class _Running:
         self._report("pdserve", f"stopping ({stop.reason}); once more to stop at once")
         return 0
 
-    async def _shut_down(self, stop: StopRequest) -> None:
+    async def _shut_down(self, stop: StopRequest, controller: "asyncio.Task[None]") -> None:
         """Let running requests finish within the grace, then end every worker."""
         self._router.terminate()
+        if controller.done():
+            return  # a bug ended it, and nobody would follow the workers to their end
         limit_s = self._config.pools.drain_grace_s + _KILL_LIMIT_S
         await first_result(self._pools.empty(), stop.wait_hurried(), asyncio.sleep(limit_s))
         self._pools.kill_all()

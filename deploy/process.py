@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -90,22 +89,12 @@ def start_child(
     return Child(name, process, log_path)
 
 
-def start_guardian(session: str, runtime_dir: Path | None) -> None:
-    """Start the process that cleans up if this one is killed. It ends by itself, after us."""
-    subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_GUARDIAN), str(os.getpid()), session, str(runtime_dir or "")],
+def start_guardian(session: str, runtime_dir: Path) -> "subprocess.Popen[bytes]":
+    """Start the process that cleans up if this one is killed. It ends by itself after us; kill it when all is clean."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_GUARDIAN), str(os.getpid()), session, str(runtime_dir)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-
-
-def wait_until_gone(pids: Sequence[int], limit_s: float) -> list[int]:
-    """Wait for processes that are not our children; returns those that still run after `limit_s`."""
-    deadline_s = time.monotonic() + limit_s
-    left = list(pids)
-    while left and time.monotonic() < deadline_s:
-        left = [pid for pid in left if Path(f"/proc/{pid}").exists()]
-        time.sleep(0.05)
-    return left

@@ -28,7 +28,7 @@ def session() -> Iterator[Session]:
     Also when this process is killed: the guardian, a process of its own, then does the same.
     """
     opened = Session(secrets.token_hex(8), Path(tempfile.mkdtemp(prefix="pdserve-", dir=_short_directory())))
-    start_guardian(opened.name, opened.runtime_dir)
+    guardian = start_guardian(opened.name, opened.runtime_dir)
     os.environ[SESSION_VARIABLE] = opened.name
     try:
         yield opened
@@ -37,6 +37,8 @@ def session() -> Iterator[Session]:
         left = session_pids(opened.name)
         del os.environ[SESSION_VARIABLE]
         shutil.rmtree(opened.runtime_dir, ignore_errors=True)
+        guardian.kill()
+        guardian.wait()
         if left:
             raise StartFailed(f"processes of the cluster could not be ended: {left}")
 

@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import sys
+import traceback
+from typing import NoReturn
 
 from common.config import WorkerConfig
 from deploy.worker_env import has_gpu, num_cores, worker_environment
@@ -9,15 +12,24 @@ from deploy.worker_env import has_gpu, num_cores, worker_environment
 DRAIN_GRACE_S = 30.0
 
 
-def run_worker(config: WorkerConfig, drain_grace_s: float = DRAIN_GRACE_S) -> None:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once. Blocks."""
+def run_worker(config: WorkerConfig, drain_grace_s: float = DRAIN_GRACE_S) -> NoReturn:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once. Ends the process."""
     if not config.num_threads:
         config = config.model_copy(update={"num_threads": num_cores()})
     # Before torch is imported: it reads them once.
     os.environ.update(worker_environment(config, has_gpu=has_gpu()))
     import uvloop
 
-    uvloop.run(_serve(config, drain_grace_s))
+    code = 0
+    try:
+        uvloop.run(_serve(config, drain_grace_s))
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # Not a normal exit: a gloo receive that waits for a peer cannot be woken, and destroying its thread aborts.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 async def _serve(config: WorkerConfig, drain_grace_s: float) -> None:
