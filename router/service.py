@@ -208,9 +208,13 @@ class RouterService:
         async with asyncio.TaskGroup() as tasks:
             self._started.set_result(tasks)
             tasks.create_task(self._directory.run())
-            while True:
-                self._set_gauges()
-                await asyncio.sleep(GAUGES_INTERVAL_S)
+            tasks.create_task(self._report_gauges())
+            await asyncio.shield(self._loop.failed)  # ends the service when the core hit a bug
+
+    async def _report_gauges(self) -> None:
+        while True:
+            self._set_gauges()
+            await asyncio.sleep(GAUGES_INTERVAL_S)
 
     def _set_gauges(self) -> None:
         state = self.state()

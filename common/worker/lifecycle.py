@@ -184,8 +184,9 @@ async def _serve_until_end(control: WorkerControl, role: RoleWorker, around: Sur
         stats = tasks.create_task(_report_stats(role, around))
         drain = tasks.create_task(_drain_when_asked(control, role))
         ended = [asyncio.ensure_future(control.stopped.wait()), asyncio.ensure_future(role.drained.wait())]
+        causes: set[asyncio.Future[Any]] = {*ended, role.failed}
         try:
-            await asyncio.wait([*ended, role.failed], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(causes, return_when=asyncio.FIRST_COMPLETED)
             if role.failed.done():
                 role.failed.result()
         finally:
