@@ -58,7 +58,7 @@ class Packer:
         buffer = self._pool.acquire(chunk.num_bytes)
         try:
             self._codec.pack(effect.transfer_id, chunk, effect.block_table, buffer)
-        except (RuntimeError, ValueError, AssertionError) as error:
+        except Exception as error:
             self._pool.release(buffer)
             self._is_closed = True  # the next payloads would not be what was announced
             self._on_failure(f"{effect.transfer_id} chunk {chunk.seq} not packed: {error}")

@@ -43,6 +43,7 @@ from kvtransfer.session import (
     raise_if_bug,
 )
 from kvtransfer.staging import StagingPool
+from kvtransfer.work_thread import WorkThread
 
 Requests = AsyncIterator[pb.ConnectRequest]
 # grpc.aio has no type stubs.
@@ -64,6 +65,7 @@ class ReceiverShared:
     post: Callable[[ReceiverEvent], None]
     pool: StagingPool
     store: RendezvousStore
+    thread: WorkThread
     staged: dict[tuple[WorkerRef, TransferId, int], tuple[torch.Tensor, ChunkCodec]] = field(default_factory=dict)
 
 
@@ -169,12 +171,17 @@ class ReceiverPeer:
             self.end("the peer does not read its control stream")
 
     def _receive(self, effect: PostReceive) -> None:
-        assert self._link is not None, "PostReceive before PeerReady"
+        link = self._link
+        assert link is not None, "PostReceive before PeerReady"
+        self._shared.thread.submit(lambda: self._post_receive(link, effect))
+
+    def _post_receive(self, link: Link, effect: PostReceive) -> None:
+        """In the worker's receiving thread."""
         chunk = effect.chunk
         buffer = self._shared.pool.acquire(chunk.num_bytes)
         self._codec.prepare(chunk, buffer)
         target = buffer if accepts_shorter(self._settings.transport) else buffer[: chunk.num_bytes]
-        self._link.receive(target, lambda error: self._on_received(effect, buffer, error))
+        link.receive(target, lambda error: self._on_received(effect, buffer, error))
 
     def _on_received(self, effect: PostReceive, buffer: torch.Tensor, error: Exception | None) -> None:
         """In the link's thread: check what came."""

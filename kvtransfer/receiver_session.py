@@ -1,7 +1,7 @@
 """The decode worker's shell of the handoff: the gRPC servicer that prefill workers connect to. No decisions here.
 
-Everything runs in the event loop's thread, except that received chunks are verified in the link's receiving thread
-and written to the cache in the writer's.
+Decisions come by `perform`, in the event loop's thread. One thread posts receives (gloo's lock may be held for
+milliseconds) and writes received chunks to the cache, in emitted order; each link's receiving thread verifies.
 """
 
 import asyncio
@@ -9,13 +9,16 @@ from collections.abc import Callable
 from typing import Any, assert_never
 
 import grpc
+import torch
 
 from common.ids import WorkerRef
 from common.pb import handoff_pb2_grpc
 from common.telemetry.logs import get_logger
 from kvtransfer import wire
 from kvtransfer.cache_rows import cache_rows
+from kvtransfer.codec import ChunkCodec
 from kvtransfer.events import (
+    ChunkWritten,
     DiscardChunk,
     DropPeer,
     PostReceive,
@@ -26,11 +29,11 @@ from kvtransfer.events import (
 )
 from kvtransfer.links.rendezvous import RendezvousStore
 from kvtransfer.receiver_peer import Context, ReceiverPeer, ReceiverShared, Requests
-from kvtransfer.session import SessionSettings
-from kvtransfer.writer import Writer
+from kvtransfer.session import SessionSettings, call_in_loop
+from kvtransfer.work_thread import WorkThread
 
 NetworkEffect = PostReceive | WriteChunk | DiscardChunk | SendAcknowledged | SendCancel | DropPeer
-WRITER_JOIN_S = 5.0
+JOIN_TIMEOUT_S = 5.0
 # Generated code has no types.
 _add_to_server: Any = handoff_pb2_grpc.add_HandoffServiceServicer_to_server
 
@@ -40,14 +43,15 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
 
     def __init__(self, settings: SessionSettings, post: Callable[[ReceiverEvent], None]) -> None:
         self._settings = settings
+        self._loop = asyncio.get_running_loop()
         self._shared = ReceiverShared(
             settings,
             cache_rows(settings.kv),
             post,
             settings.new_staging_pool(),
             RendezvousStore(settings.host, settings.link_timeout_s),
+            WorkThread("kv-receiver"),
         )
-        self._writer = Writer(post)
         self._peers: dict[WorkerRef, ReceiverPeer] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -59,7 +63,7 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
         match effect:
             case WriteChunk():
                 buffer, codec = self._shared.staged.pop((effect.peer, effect.transfer_id, effect.chunk.seq))
-                self._writer.submit(effect, buffer, codec, self._shared.pool)
+                self._shared.thread.submit(lambda: self._write(effect, buffer, codec))
             case DiscardChunk():
                 buffer, _ = self._shared.staged.pop((effect.peer, effect.transfer_id, effect.seq))
                 self._shared.pool.release(buffer)
@@ -73,8 +77,8 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
         """End every session and the store; waits for chunks that are being written."""
         for peer in list(self._peers.values()):
             peer.end("this worker stops")
-        self._writer.close()
-        await asyncio.to_thread(self._writer.join, WRITER_JOIN_S)
+        self._shared.thread.close()
+        await asyncio.to_thread(self._shared.thread.join, JOIN_TIMEOUT_S)
         self._shared.store.close()
 
     async def Connect(self, request_iterator: Requests, context: Context) -> None:
@@ -86,6 +90,12 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
         peer = self._peers[ref] = ReceiverPeer(self._shared, ref, lambda: self._peers.__delitem__(ref))
         reason = await peer.run(requests, context)
         await context.abort(grpc.StatusCode.ABORTED, reason)
+
+    def _write(self, effect: WriteChunk, buffer: torch.Tensor, codec: ChunkCodec) -> None:
+        """In the thread: scatter, whatever has become of the peer. Ends in ChunkWritten."""
+        codec.unpack(effect.chunk, effect.block_table, buffer)
+        self._shared.pool.release(buffer)
+        call_in_loop(self._loop, self._shared.post, ChunkWritten(effect.transfer_id, effect.chunk.seq))
 
     async def _admit(self, requests: Requests, context: Context) -> WorkerRef:
         """Read the hello; refuse a worker whose KV is not ours, naming what differs and both values."""

@@ -109,7 +109,9 @@ def test_a_transfer_is_received_written_and_acknowledged() -> None:
     driver.now_s = 4.0
     assert driver.do(ChunkWritten(T, 1)) == [
         SendAcknowledged(P, T),
-        TransferReceived(T, FIRST, 2 * CHUNK_BYTES, 2, transfer_s=3.0, exposed_s=1.5),
+        TransferReceived(
+            T, FIRST, 2 * CHUNK_BYTES, 2, transfer_s=3.0, exposed_s=1.5, chunks=(timing(0, 1.5), timing(1, 0.0))
+        ),
     ]
     assert driver.core.num_attempts == 0
 
@@ -118,7 +120,17 @@ def test_a_finish_ahead_of_the_chunks_waits_for_them() -> None:
     driver = Driver(EXPECT)
     events = [finish(), announce(0), announce(1), received(0), ChunkWritten(T, 0), received(1)]
     effects = driver.do(*events, ChunkWritten(T, 1))
-    assert effects[-2:] == [SendAcknowledged(P, T), TransferReceived(T, FIRST, 2 * CHUNK_BYTES, 2, 0.0, 0.0)]
+    assert effects[-2:] == [SendAcknowledged(P, T), received_at_once()]
+
+
+def test_only_the_last_chunks_of_a_long_transfer_are_timed() -> None:
+    transfer = Transfer(T, P, Coverage(1, 0, 1))
+    for seq in range(MAX_TIMED_CHUNKS + 10):
+        transfer.note_written(Chunk(seq, 0, 1, seq, seq + 2, 8), float(seq))
+    timings = transfer.chunk_timings(MAX_TIMED_CHUNKS + 9.0)
+    assert len(timings) == MAX_TIMED_CHUNKS
+    assert timings[0] == KvChunkTiming(MAX_TIMED_CHUNKS - 1.0, 0, 1, 2)
+    assert timings[-1].before_end_s == 0.0
 
 
 @pytest.mark.parametrize("state", AttemptState)

@@ -155,7 +155,9 @@ async def test_a_message_of_another_length_is_refused_and_the_process_lives(
     def send(self: ProcessGroupLink, buffer: torch.Tensor, done: Done) -> None:
         if not planted:
             planted.append(difference)
-            buffer = buffer.as_strided((buffer.numel() + difference,), (1,))
+            num_bytes = buffer.numel()
+            buffer = buffer.as_strided((num_bytes + difference,), (1,))
+            buffer[num_bytes:] = 17
         genuine(self, buffer, done)
 
     monkeypatch.setattr(ProcessGroupLink, "send", send)
