@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.ids import BlockHash, WorkerRef
+from common.prefix_index.client import REDIS_ERRORS
 from common.prefix_index.keys import MEMBER_BYTES, Keys
 from common.prefix_index.redis import RedisIndexReader, RedisRegistry, WorkerPresence
 from common.prefix_index.registry import Lease, decode, encode
@@ -103,6 +104,17 @@ async def test_index_and_registry_refill_after_redis_lost_everything(
     assert await registry.live_workers() == [WHO]
     await reader.close()
     await registry.close()
+
+
+async def test_nothing_piles_up_in_a_worker_while_redis_is_away(own_box: RedisBox) -> None:
+    own_box.kill()
+    writer = RedisIndexWriter(own_box.url, "ns", WHO.ref, 30.0, lambda: PROMPT)
+    with pytest.raises(REDIS_ERRORS):
+        await writer.flush()
+    for idx in range(100):
+        writer.publish(chain(f"prompt {idx}", 10), [])
+    assert len(writer._pending) == 0
+    await writer.close()
 
 
 async def test_a_wiped_redis_refills_although_the_worker_is_idle(own_box: RedisBox, presence: WorkerPresence) -> None:

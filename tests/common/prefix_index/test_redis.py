@@ -130,6 +130,36 @@ async def test_a_dead_workers_late_batch_is_ignored(cluster: Cluster) -> None:
     assert await cluster.reader.longest_prefix(chain("late", 3), [worker.ref]) == {}
 
 
+async def test_a_worker_whose_lease_ended_changes_nothing_until_it_registers_again(
+    box: RedisBox, cluster: Cluster
+) -> None:
+    """Its set and its number are still there: only the lease tells that it is dead."""
+    worker = await cluster.worker("p0")
+    prompt, late = chain("prompt", 3), chain("late", 3)
+    await worker.store(prompt)
+    box.client().delete(Keys(cluster.namespace).lease(worker.ref))
+    await worker.store(late)
+    assert box.client().scard(Keys(cluster.namespace).members(worker.ref)) == 3
+    assert await cluster.reader.longest_prefix(prompt, [worker.ref]) == {}
+    assert await worker.lease.renew()
+    await worker.writer.flush()
+    assert await cluster.reader.longest_prefix(late, [worker.ref]) == {worker.ref: 3}
+
+
+async def test_a_batch_that_was_on_its_way_during_a_resync_is_not_applied_afterwards(cluster: Cluster) -> None:
+    worker = await cluster.worker("p0")
+    prompt = chain("prompt", 4)
+    worker.blocks = list(prompt)
+    overtaken = worker.writer._sequence
+    worker.writer._start_over()
+    await worker.writer._resync()
+    current, worker.writer._sequence = worker.writer._sequence, overtaken
+    assert await worker.writer._call_apply([], prompt) < 0
+    worker.writer._sequence = current
+    await worker.writer.flush()
+    assert await cluster.reader.longest_prefix(prompt, [worker.ref]) == {worker.ref: 4}
+
+
 async def test_a_new_incarnation_starts_with_nothing_of_the_old_one(cluster: Cluster) -> None:
     old = await cluster.worker("p0", "old")
     prompt = chain("prompt", 3)
