@@ -139,6 +139,7 @@ async def test_a_worker_whose_lease_ended_changes_nothing_until_it_registers_aga
     await worker.store(prompt)
     box.client().delete(Keys(cluster.namespace).lease(worker.ref))
     await worker.store(late)
+    await worker.writer.flush()
     assert box.client().scard(Keys(cluster.namespace).members(worker.ref)) == 3
     assert await cluster.reader.longest_prefix(prompt, [worker.ref]) == {}
     assert await worker.lease.renew()
