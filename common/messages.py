@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.ids import AttemptId, RouterId, WorkerRef
-from common.request import ChunkTiming, PairingInfo, TokenEvent, Work
+from common.request import ChunkTiming, KvChunkTiming, PairingInfo, TokenEvent, Work
 
 
 class Role(StrEnum):
@@ -145,6 +145,7 @@ class HandoffReport:
     num_cached_tokens: int
     is_local: bool
     local_prefill_s: float = 0.0
+    chunks: tuple[KvChunkTiming, ...] = ()  # in order of arrival; of very many only the last
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from common.messages import (
 )
 from common.pb import worker_pb2 as pb
 from common.pb_parts import attempt_id_from_pb, attempt_id_to_pb, token_from_pb, token_to_pb, work_from_pb, work_to_pb
-from common.request import ChunkTiming, PairingInfo
+from common.request import ChunkTiming, KvChunkTiming, PairingInfo
 
 
 def router_message_to_pb(message: RouterMessage) -> pb.ConnectRequest:
@@ -280,6 +280,15 @@ def _report_to_pb(report: HandoffReport) -> pb.HandoffReport:
         num_cached_tokens=report.num_cached_tokens,
         is_local=report.is_local,
         local_prefill_s=report.local_prefill_s,
+        chunks=[
+            pb.KvChunkTiming(
+                before_end_s=chunk.before_end_s,
+                layer_start=chunk.layer_start,
+                layer_end=chunk.layer_end,
+                num_tokens=chunk.num_tokens,
+            )
+            for chunk in report.chunks
+        ],
     )
 
 
@@ -294,6 +303,10 @@ def _report_from_pb(report: pb.HandoffReport) -> HandoffReport:
         num_cached_tokens=report.num_cached_tokens,
         is_local=report.is_local,
         local_prefill_s=report.local_prefill_s,
+        chunks=tuple(
+            KvChunkTiming(chunk.before_end_s, chunk.layer_start, chunk.layer_end, chunk.num_tokens)
+            for chunk in report.chunks
+        ),
     )
 
 

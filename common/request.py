@@ -105,6 +105,16 @@ class ChunkTiming:
 
 
 @dataclass(frozen=True, slots=True)
+class KvChunkTiming:
+    """One chunk of KV in its place on the decode worker, `before_end_s` before all KV was."""
+
+    before_end_s: float
+    layer_start: int
+    layer_end: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PairingInfo:
     """What must be equal before one worker may take another's KV (block size and layout may differ)."""
 

@@ -30,6 +30,7 @@ class Outbox:
             num_cached_tokens=attempt.num_cached_tokens,
             is_local=attempt.is_local,
             local_prefill_s=local_prefill_s,
+            chunks=transfer.chunks if transfer else (),
         )
         self._reports[attempt.attempt_id] = (attempt.router_id, report)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from common.ids import AttemptId, TransferId, WorkerRef
-from common.request import SampledToken
+from common.request import KvChunkTiming, SampledToken
 
 
 class Outcome(StrEnum):
@@ -355,6 +355,7 @@ class TransferReceived:
     num_chunks: int
     transfer_s: float
     exposed_s: float
+    chunks: tuple[KvChunkTiming, ...] = ()  # the last ones, in order of arrival
 
 
 @dataclass(frozen=True, slots=True)

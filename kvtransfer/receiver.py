@@ -163,23 +163,25 @@ class ReceiverCore:
         self._release_if_unwritten(attempt)
 
     def _written(self, attempt: Attempt, event: ChunkWritten) -> None:
-        self._end_write(event)
+        chunk = self._end_write(event)
         transfer = attempt.current
         if transfer is None:
             return
-        transfer.num_written += transfer.transfer_id == event.transfer_id
+        if transfer.transfer_id == event.transfer_id:
+            transfer.note_written(chunk, self._now_s)
         self._complete_if_all_written(attempt, transfer)
 
     def _written_after_withdrawal(self, attempt: Attempt, event: ChunkWritten) -> None:
         self._end_write(event)
         self._release_if_unwritten(attempt)
 
-    def _end_write(self, event: ChunkWritten) -> None:
+    def _end_write(self, event: ChunkWritten) -> Chunk:
         write = self._writes.pop((event.transfer_id, event.seq))
         write.attempt.num_writes -= 1
-        write.peer.window.free(write.num_bytes)
+        write.peer.window.free(write.chunk.num_bytes)
         if self._peers.get(write.peer.ref) is write.peer:
             self._pump(write.peer)
+        return write.chunk
 
     def _release_if_unwritten(self, attempt: Attempt) -> None:
         if attempt.num_writes == 0:
@@ -262,7 +264,7 @@ class ReceiverCore:
             self._discard(attempt, event, peer, chunk)
             self._fail(attempt, Outcome.CANCELLED, event.error)
             return
-        self._writes[(event.transfer_id, event.seq)] = Write(attempt, peer, chunk.num_bytes)
+        self._writes[(event.transfer_id, event.seq)] = Write(attempt, peer, chunk)
         attempt.num_writes += 1
         self._effects.append(WriteChunk(event.peer, event.transfer_id, chunk, attempt.expected.block_table))
 
@@ -310,6 +312,7 @@ class ReceiverCore:
                 transfer.num_written,
                 transfer_s,
                 exposed_s,
+                transfer.chunk_timings(self._now_s),
             )
         )
 
@@ -368,7 +371,7 @@ class ReceiverCore:
         return effects
 
     def _check_peer(self, peer: Peer) -> None:
-        writing_bytes = sum(write.num_bytes for write in self._writes.values() if write.peer is peer)
+        writing_bytes = sum(write.chunk.num_bytes for write in self._writes.values() if write.peer is peer)
         assert peer.window.inflight_bytes == writing_bytes + peer.window.posted_bytes
         assert peer.state is PeerState.DROPPING or not peer.window.can_post
 

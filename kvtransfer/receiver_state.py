@@ -1,15 +1,18 @@
 """What the receiver core knows of expectations, transfers and peers. Pure: no IO. Mutated by `ReceiverCore` alone."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.ids import AttemptId, TransferId, WorkerRef
+from common.request import KvChunkTiming
 from kvtransfer.coverage import Coverage
 from kvtransfer.events import Chunk, FinishAnnounced, TransferExpected
 from kvtransfer.receive_window import ReceiveWindow
 
 MAX_REFUSED_PER_PEER = 1024
+# Of each transfer, for people to look at.
+MAX_TIMED_CHUNKS = 256
 
 
 class Standing(StrEnum):
@@ -45,10 +48,22 @@ class Transfer:
     coverage: Coverage
     num_announced: int = 0
     num_written: int = 0
+    written: deque[tuple[float, Chunk]] = field(default_factory=lambda: deque(maxlen=MAX_TIMED_CHUNKS))
     num_bytes: int = 0
     first_announced_s: float = 0.0
     finish: FinishAnnounced | None = None
     finished_s: float = 0.0
+
+    def note_written(self, chunk: Chunk, now_s: float) -> None:
+        self.num_written += 1
+        self.written.append((now_s, chunk))
+
+    def chunk_timings(self, now_s: float) -> tuple[KvChunkTiming, ...]:
+        """When the last chunks were in place, all KV being so now."""
+        return tuple(
+            KvChunkTiming(now_s - at_s, chunk.layer_start, chunk.layer_end, chunk.token_end - chunk.token_start)
+            for at_s, chunk in self.written
+        )
 
     def problem(self, chunk: Chunk) -> str | None:
         """What is wrong with the number of an announced chunk, or None."""
@@ -104,4 +119,4 @@ class Write:
 
     attempt: Attempt
     peer: Peer
-    num_bytes: int
+    chunk: Chunk

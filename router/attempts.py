@@ -19,7 +19,7 @@ from common.messages import (
 )
 from common.request import TokenEvent
 from router.dispatch import Dispatch
-from router.events import Lost, NoteRetry, NoteStaleHit
+from router.events import Lost, NoteHandoff, NoteRetry, NoteStaleHit
 from router.generation import Tokens
 from router.ledger import Ledger, TimerKey
 from router.request_state import Attempt, Phase, Request
@@ -75,6 +75,8 @@ class Attempts:
             return
         request, attempt = found
         request.note_report(message)
+        if attempt.prefill is not None and not message.is_local:
+            self._ledger.emit(NoteHandoff(attempt.prefill, worker.ref, message.num_bytes))
         self._decoding(attempt)
 
     def on_tokens(self, worker: Worker, message: AttemptTokens, now_s: float) -> None:

@@ -159,4 +159,13 @@ class NoteStaleHit:
     num_cached_tokens: int
 
 
-RouterEffect = LookupPrefix | SendToWorker | DropWorker | Deliver | NoteRetry | NoteStaleHit
+@dataclass(frozen=True, slots=True)
+class NoteHandoff:
+    """For people to look at: a prompt's KV has gone from one worker to another."""
+
+    prefill: WorkerRef
+    decode: WorkerRef
+    num_bytes: int
+
+
+RouterEffect = LookupPrefix | SendToWorker | DropWorker | Deliver | NoteRetry | NoteStaleHit | NoteHandoff

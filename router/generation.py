@@ -49,6 +49,8 @@ class RequestTimings:
     num_retries: int = 0
     # (start, end, tokens) of each prefill step, seconds since the request arrived.
     prefill_chunks: tuple[tuple[float, float, int], ...] = ()
+    # (time, first layer, layer after the last, tokens) of KV chunks that were in place, the last ones of very many.
+    kv_ticks: tuple[tuple[float, int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from router.events import (
     DropWorker,
     EndRequested,
     LookupPrefix,
+    NoteHandoff,
     NoteRetry,
     NoteStaleHit,
     PrefixFound,
@@ -36,6 +37,7 @@ from router.events import (
     SendToWorker,
 )
 from router.generation import Failed, Finished, GenerationEvent, GenerationRequest
+from router.recent import Recent, RecentView
 from router.registry import WorkerDirectory
 from router.request_metrics import NullMetrics, RequestMetrics, RouterMetrics
 from router.router_limits import RouterLimits
@@ -59,8 +61,8 @@ class RouterService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._index = index
-        self._metrics = metrics
-        self._request_metrics = RequestMetrics(metrics)
+        self._metrics = self._recent = Recent(metrics, clock)
+        self._request_metrics = RequestMetrics(self._metrics)
         self._clock = clock
         self._core = RouterCore(RouterLimits.of(config))
         self._directory = WorkerDirectory(registry, RouterId(config.router_id), self._post)
@@ -146,6 +148,9 @@ class RouterService:
         workers = tuple(_view(worker) for worker in self._core.workers)
         return ClusterState(workers, self._core.num_queued, len(self._core.request_ids) - self._core.num_queued)
 
+    def recent(self) -> RecentView:
+        return self._recent.view()
+
     def request_record(self, request_id: RequestId) -> JsonObject | None:
         return self._core.record(request_id, self._clock())
 
@@ -181,6 +186,8 @@ class RouterService:
                 get_logger().info(
                     "index_stale_hit", worker=str(worker), num_promised=num_promised, num_cached=num_cached
                 )
+            case NoteHandoff(prefill, decode, num_bytes):
+                self._recent.transferred(prefill.worker_id, decode.worker_id, num_bytes)
             case _:
                 assert_never(effect)
 

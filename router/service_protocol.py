@@ -10,6 +10,7 @@ from typing import Protocol
 from common.ids import RequestId
 from common.messages import Role, WorkerState
 from router.generation import GenerationEvent, GenerationRequest
+from router.recent import RecentView
 
 # What msgspec can write as JSON: str, numbers, None, dataclasses, mappings and sequences of these.
 JsonObject = Mapping[str, object]
@@ -83,6 +84,10 @@ class GenerationService(Protocol):
     def readiness(self) -> Readiness: ...
 
     def state(self) -> ClusterState: ...
+
+    def recent(self) -> RecentView:
+        """Latencies, rates and transfers of the last minute."""
+        ...
 
     def request_record(self, request_id: RequestId) -> JsonObject | None:
         """The route, its costs and the timings of a live or remembered request; None when unknown."""

@@ -37,6 +37,7 @@ def request_timings(request: Request, now_s: float) -> RequestTimings:
         kv_chunks=report.num_chunks if report else 0,
         num_retries=request.num_retries,
         prefill_chunks=_prefill_chunks(request, dispatched_s - request.arrived_s),
+        kv_ticks=_kv_ticks(request, sum(phases[:4])),
     )
 
 
@@ -48,6 +49,17 @@ def _prefill_chunks(request: Request, offset_s: float) -> tuple[tuple[float, flo
     return tuple(
         (offset_s + _duration(chunk.start_s), offset_s + _duration(chunk.end_s), chunk.num_tokens)
         for chunk in first.chunks
+    )
+
+
+def _kv_ticks(request: Request, end_s: float) -> tuple[tuple[float, int, int, int], ...]:
+    """KV chunks on the request's own time line: the decode worker counts back from when it had everything."""
+    report = request.marks.report
+    if report is None:
+        return ()
+    return tuple(
+        (max(0.0, end_s - _duration(chunk.before_end_s)), chunk.layer_start, chunk.layer_end, chunk.num_tokens)
+        for chunk in report.chunks
     )
 
 

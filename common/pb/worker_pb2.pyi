@@ -713,6 +713,7 @@ class HandoffReport(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     IS_LOCAL_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_S_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     num_chunks: _builtins.int
     transfer_s: _builtins.float
@@ -725,6 +726,10 @@ class HandoffReport(_message.Message):
     local_prefill_s: _builtins.float
     @_builtins.property
     def attempt_id(self) -> Global___AttemptId: ...
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvChunkTiming]:
+        """In order of arrival; of very many only the last."""
+
     def __init__(
         self,
         *,
@@ -737,14 +742,46 @@ class HandoffReport(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         is_local: _builtins.bool = ...,
         local_prefill_s: _builtins.float = ...,
+        chunks: _abc.Iterable[Global___KvChunkTiming] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "decode_queue_s", b"decode_queue_s", "exposed_s", b"exposed_s", "is_local", b"is_local", "local_prefill_s", b"local_prefill_s", "num_bytes", b"num_bytes", "num_cached_tokens", b"num_cached_tokens", "num_chunks", b"num_chunks", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "chunks", b"chunks", "decode_queue_s", b"decode_queue_s", "exposed_s", b"exposed_s", "is_local", b"is_local", "local_prefill_s", b"local_prefill_s", "num_bytes", b"num_bytes", "num_cached_tokens", b"num_cached_tokens", "num_chunks", b"num_chunks", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandoffReport: _TypeAlias = HandoffReport  # noqa: Y015
+
+@_typing.final
+class KvChunkTiming(_message.Message):
+    """One chunk of KV in its place on the decode worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_END_S_FIELD_NUMBER: _builtins.int
+    LAYER_START_FIELD_NUMBER: _builtins.int
+    LAYER_END_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    before_end_s: _builtins.float
+    """Before all KV was in its place."""
+    layer_start: _builtins.int
+    layer_end: _builtins.int
+    num_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        before_end_s: _builtins.float = ...,
+        layer_start: _builtins.int = ...,
+        layer_end: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_end_s", b"before_end_s", "layer_end", b"layer_end", "layer_start", b"layer_start", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvChunkTiming: _TypeAlias = KvChunkTiming  # noqa: Y015
 
 @_typing.final
 class TransferFailed(_message.Message):

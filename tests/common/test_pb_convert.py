@@ -30,7 +30,16 @@ from common.messages import (
     WorkerStats,
 )
 from common.pb import worker_pb2 as pb
-from common.request import ChunkTiming, FinishReason, PairingInfo, SampledToken, SamplingParams, TokenEvent, Work
+from common.request import (
+    ChunkTiming,
+    FinishReason,
+    KvChunkTiming,
+    PairingInfo,
+    SampledToken,
+    SamplingParams,
+    TokenEvent,
+    Work,
+)
 
 ATTEMPT = AttemptId(RequestId("req-1"), 3)
 # Every field differs from its protobuf default, so a forgotten field shows.
@@ -60,6 +69,7 @@ WORK = Work(
     cache_salt=b"\x00tenant",
     deadline_s=12.5,
 )
+KV_CHUNK = KvChunkTiming(0.25, 0, 4, 64)
 TOKENS = (
     TokenEvent(0, 4, SampledToken(11, -0.5, ((11, -0.5), (12, -1.25)))),
     TokenEvent(2, 0, SampledToken(0, 0.0), FinishReason.STOP),
@@ -90,7 +100,7 @@ WORKER_MESSAGES: list[WorkerMessage] = [
     Refused(ATTEMPT, "too long", is_retryable=True, prefill_try=7),
     FirstTokens(ATTEMPT, 1, TOKENS, 0.25, 0.5, 32, (ChunkTiming(0.1, 0.2, 64), ChunkTiming(0.2, 0.3, 5))),
     TokenBatch((AttemptTokens(ATTEMPT, TOKENS), AttemptTokens(AttemptId(RequestId("b"), 0), TOKENS[:1]))),
-    HandoffReport(ATTEMPT, 2**40, 30, 0.5, 0.125, 0.25, 16, is_local=True, local_prefill_s=0.75),
+    HandoffReport(ATTEMPT, 2**40, 30, 0.5, 0.125, 0.25, 16, is_local=True, local_prefill_s=0.75, chunks=(KV_CHUNK,)),
     TransferFailed(ATTEMPT, 2, "link lost"),
     AttemptFailed(ATTEMPT, "step failed", is_retryable=True, prefill_try=1),
     WorkerStats(WorkerState.DRAINING, 1, 2, 300, 4, 5, 6, 7, 1234.5, 0.0125, 8, 9),

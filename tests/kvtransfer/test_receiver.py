@@ -6,7 +6,8 @@ import pytest
 
 from common.errors import InvalidTransition
 from common.ids import TransferId, WorkerRef
-from common.request import SampledToken
+from common.request import KvChunkTiming, SampledToken
+from kvtransfer.coverage import Coverage
 from kvtransfer.events import (
     AttemptReleased,
     CancelAnnounced,
@@ -34,7 +35,7 @@ from kvtransfer.events import (
 )
 from kvtransfer.plan import ChunkPlanner
 from kvtransfer.receiver import ATTEMPT_ROWS, PEER_ROWS, TRANSFER_ROWS, ReceiverCore
-from kvtransfer.receiver_state import AttemptState, PeerState, Standing
+from kvtransfer.receiver_state import MAX_TIMED_CHUNKS, AttemptState, PeerState, Standing, Transfer
 from tests.kvtransfer.cluster import new_transfer_id
 
 P, OTHER = WorkerRef("p", "1"), WorkerRef("q", "1")
@@ -50,6 +51,14 @@ UNKNOWN = new_transfer_id("unknown")
 
 def chunk(seq: int) -> Chunk:
     return Chunk(seq, seq, seq + 1, 0, 10, CHUNK_BYTES)
+
+
+def timing(seq: int, before_end_s: float) -> KvChunkTiming:
+    return KvChunkTiming(before_end_s, seq, seq + 1, 10)
+
+
+def received_at_once() -> TransferReceived:
+    return TransferReceived(T, FIRST, 2 * CHUNK_BYTES, 2, 0.0, 0.0, (timing(0, 0.0), timing(1, 0.0)))
 
 
 def announce(seq: int, transfer_id: TransferId = T, peer: WorkerRef = P) -> ChunkAnnounced:

@@ -24,6 +24,7 @@ from router.core import RouterCore
 from router.events import (
     Deliver,
     LookupPrefix,
+    NoteHandoff,
     PrefixFound,
     RequestSubmitted,
     RouterEffect,
@@ -89,6 +90,7 @@ class Driver:
         self.cached_blocks: dict[str, int] = {}
         self.answers_lookups = True
         self.delivered: dict[str, list[GenerationEvent]] = {}
+        self.handoffs: list[NoteHandoff] = []
         self.other_effects: list[RouterEffect] = []
         self._sent: list[SendToWorker] = []
         for worker_id in worker_ids:
@@ -231,6 +233,8 @@ class Driver:
                 case LookupPrefix():
                     if self.answers_lookups:
                         self._answer(effect)
+                case NoteHandoff():
+                    self.handoffs.append(effect)
                 case _:
                     self.other_effects.append(effect)
 

@@ -6,8 +6,8 @@ from dataclasses import astuple
 
 import pytest
 
-from common.request import FinishReason
-from router.events import WorkerLost
+from common.request import FinishReason, KvChunkTiming
+from router.events import NoteHandoff, WorkerLost
 from router.generation import RequestTimings
 from router.router_limits import RouterLimits
 from tests.router.kit import Driver, ref, request, token
@@ -47,6 +47,15 @@ def test_disaggregated_phases_follow_one_another() -> None:
     assert timings.time_to_first_token_s == pytest.approx(1.1)
     assert (timings.kv_bytes, timings.kv_chunks, timings.kv_transfer_s) == (4096, 2, 0.4)
     assert timings.prefill_chunks == (pytest.approx((0.3, 0.9, 64)),)
+
+
+def test_kv_chunks_are_ticks_that_count_back_from_the_end_of_the_transfer() -> None:
+    chunks = (KvChunkTiming(0.3, 0, 4, 64), KvChunkTiming(math.inf, 4, 8, 64), KvChunkTiming(0.0, 8, 12, 64))
+    driver = Driver("p0", "d0")
+    timings = disaggregated(driver, queue_s=0.2, prefill_s=0.6, exposed_s=0.05, chunks=chunks)
+    assert [tick[1:] for tick in timings.kv_ticks] == [(0, 4, 64), (4, 8, 64), (8, 12, 64)]
+    assert [tick[0] for tick in timings.kv_ticks] == pytest.approx([0.65, 0.95, 0.95])
+    assert driver.handoffs == [NoteHandoff(ref("p0"), ref("d0"), 4096)]
 
 
 def test_local_prefill_has_no_transfer() -> None:

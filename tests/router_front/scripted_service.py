@@ -10,6 +10,7 @@ from common.ids import RequestId
 from common.messages import Role, WorkerState
 from common.request import FinishReason, SampledToken, TokenEvent
 from router.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, RequestTimings, Tokens
+from router.recent import RecentView, TransferRate
 from router.service_protocol import ClusterState, JsonObject, Readiness, WorkerView
 
 TIMINGS = RequestTimings(
@@ -25,6 +26,24 @@ TIMINGS = RequestTimings(
     kv_bytes=4096,
     kv_chunks=3,
     num_retries=1,
+)
+
+RECENT = RecentView(
+    window_s=60.0,
+    ttft_p50_s=0.0421,
+    ttft_p99_s=0.318,
+    itl_p50_s=0.0113,
+    itl_p99_s=0.0452,
+    num_finished=128,
+    num_failed=1,
+    num_retries=2,
+    error_rate=0.0078,
+    retry_rate=0.0156,
+    prefix_hit_rate=0.62,
+    exposed_share=0.085,
+    prompt_tokens_per_s=5210.0,
+    generation_tokens_per_s=812.5,
+    transfers=(TransferRate("prefill-0", "decode-0", 48.2e6, 120),),
 )
 
 
@@ -71,6 +90,7 @@ class ScriptedService:
     cancelled: list[RequestId] = field(default_factory=list)
     stopped: list[tuple[RequestId, int]] = field(default_factory=list)
     drained: list[tuple[str, float]] = field(default_factory=list)
+    seen: RecentView = field(default_factory=lambda: RECENT)
     _cancellations: dict[RequestId, asyncio.Event] = field(default_factory=dict)
 
     async def submit(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
@@ -100,6 +120,9 @@ class ScriptedService:
 
     def state(self) -> ClusterState:
         return ClusterState((_worker("prefill-0", Role.PREFILL), _worker("decode-0", Role.DECODE)), num_queued=2)
+
+    def recent(self) -> RecentView:
+        return self.seen
 
     def request_record(self, request_id: RequestId) -> JsonObject | None:
         known = [request for request in self.submitted if request.request_id == request_id]
