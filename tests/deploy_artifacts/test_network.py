@@ -161,6 +161,14 @@ def test_everything_else_is_denied(cluster: Cluster, source: str, target: str, p
     assert not cluster.connects(source, target, port)
 
 
+@pytest.mark.parametrize("source", ["router", "valkey", "stranger", "prometheus", "internet"])
+@pytest.mark.parametrize("target", ["ray-head", "prefill", "decode"])
+def test_rays_ports_are_closed_on_their_own_side(cluster: Cluster, source: str, target: str) -> None:
+    """Whatever the other end may send: its own egress rules are not what protects Ray."""
+    for port in (GCS, DASHBOARD, RAY_CLIENT, RAY_AGENT, RAYLET):
+        assert not allowed_by(cluster.policies, "ingress", cluster.pods[target], cluster.pods[source], port)
+
+
 def test_clients_can_be_limited_to_the_ingress(render: Render) -> None:
     cluster = Cluster(render("monitoring"))
     cluster.pods["ingress"] = Peer(
