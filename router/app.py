@@ -80,7 +80,7 @@ async def serve(
         frontend = Frontend(service, tokenizer, model, validator, metrics)
         grpc_server = GrpcServer(frontend, config.max_body_bytes, _address(config.host, config.grpc_port))
         hooks = AdminHooks(metrics.exposition, _version(), scale_pool)
-        settings = HttpSettings(config.max_body_bytes, config.sse_keep_alive_s)
+        settings = HttpSettings(config.max_body_bytes, config.sse_keep_alive_s, config.admin_key)
         http_server = HttpServer(build_app(frontend, settings, hooks), listener)
         await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, _SERVER_GRACE_S)

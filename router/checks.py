@@ -84,7 +84,7 @@ class Checks:
         value = self._stated_or_default(field, stated)
         if not low <= value <= high:  # NaN is not in any range
             raise self.invalid(field, f"must be between {low:g} and {high:g}, got {value}")
-        return value + 0.0  # -0.0 becomes 0.0
+        return value
 
     def integer(self, field: str, value: int, low: int, high: int) -> int:
         if not low <= value <= high:

@@ -42,6 +42,7 @@ _CLIENT_CLOSED_REQUEST = 499
 class HttpSettings:
     max_body_bytes: int
     keep_alive_s: float
+    admin_key: str = ""
 
 
 @dataclass(slots=True)
@@ -130,7 +131,7 @@ class GenerationEndpoints:
     def _whole_response(
         self, job: _Job, request_id: str, choices: Sequence[WholeChoice], summaries: Sequence[Summary]
     ) -> Response:
-        rendered = [job.renderer.whole(choice, len(job.echo_text(choice.index))) for choice in choices]
+        rendered = [job.renderer.whole(choice) for choice in choices]
         answer = self._answer_of(job, job.renderer.whole_object, rendered)
         answer.usage = usage_of(summaries)
         if job.body.return_timings:
@@ -144,7 +145,7 @@ class GenerationEndpoints:
         return json_response(answer, headers=headers)
 
     async def _frames(self, job: _Job) -> AsyncGenerator[bytes, None]:
-        offsets: dict[int, int] = {}
+        opened: set[int] = set()
         summaries: list[Summary] = []
         async with aclosing(self._updates(job)) as updates:
             async for prompt_idx, update in updates:
@@ -153,29 +154,17 @@ class GenerationEndpoints:
                         job.accepted = job.accepted or update
                     case Deltas():
                         first_index = prompt_idx * job.num_choices
-                        yield b"".join(self._chunk(job, first_index, delta, offsets) for delta in update.deltas)
+                        yield b"".join(self._chunk(job, first_index, delta, opened) for delta in update.deltas)
                     case Summary():
                         summaries.append(update)
         yield self._last_frames(job, summaries)
 
-    def _chunk(self, job: _Job, first_index: int, delta: ChoiceDelta, offsets: dict[int, int]) -> bytes:
+    def _chunk(self, job: _Job, first_index: int, delta: ChoiceDelta, opened: set[int]) -> bytes:
         """The event for `delta`, after those that open the choice when it is the first."""
         index = first_index + delta.choice_idx
-        opening = b""
-        if index not in offsets:
-            opening = self._opening(job, index)
-            offsets[index] = len(job.echo_text(index))
-        frame = self._frame(job, [job.renderer.chunk(index, delta, offsets[index])])
-        offsets[index] += len(delta.text)
-        return opening + frame
-
-    def _opening(self, job: _Job, index: int) -> bytes:
-        own = job.renderer.opening(index)
-        frame = self._frame(job, [own]) if own is not None else b""
-        if echo_text := job.echo_text(index):
-            echo = ChoiceDelta(index % job.num_choices, (), echo_text)
-            frame += self._frame(job, [job.renderer.chunk(index, echo, 0)])
-        return frame
+        opening = [] if index in opened else job.renderer.opening(index, job.echo_text(index))
+        opened.add(index)
+        return b"".join(self._frame(job, [choice]) for choice in (*opening, job.renderer.chunk(index, delta)))
 
     def _last_frames(self, job: _Job, summaries: Sequence[Summary]) -> bytes:
         usage = usage_of(summaries)

@@ -11,10 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from router.admin_guard import AdminGuard
 from router.frontend import Frontend
 from router.http_admin import AdminEndpoints, AdminHooks
+from router.http_events import StateFeed
 from router.http_generation import GenerationEndpoints, HttpSettings
 from router.http_io import REQUEST_ID_HEADER, Endpoint, guarded, json_response, request_id_of
+from router.http_ui import PageEndpoints
 from router.openai_responses import ErrorBody, ErrorInfo
 
 _Route = tuple[str, Endpoint, tuple[str, ...]]
@@ -30,7 +33,9 @@ def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks) -> 
     app = FastAPI(
         docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, telemetry=_NO_FRAMEWORK_TELEMETRY
     )
-    routes = [*_generation_routes(generation), *_probe_routes(admin), *_admin_routes(admin)]
+    guard, feed = AdminGuard(settings.admin_key), StateFeed(frontend, hooks.version)
+    admin_routes = [(path, guard.protected(answer), methods) for path, answer, methods in _admin_routes(admin, feed)]
+    routes = [*_generation_routes(generation), *_probe_routes(admin), *_page_routes(PageEndpoints()), *admin_routes]
     app.router.routes.extend(
         Route(path, guarded(endpoint, frontend.note_refusal), methods=list(methods))
         for path, endpoint, methods in routes
@@ -62,8 +67,17 @@ def _probe_routes(admin: AdminEndpoints) -> list[_Route]:
     ]
 
 
-def _admin_routes(admin: AdminEndpoints) -> list[_Route]:
+def _page_routes(page: PageEndpoints) -> list[_Route]:
     return [
+        ("/ui", page.redirect, ("GET",)),
+        ("/ui/", page.file, ("GET",)),
+        ("/ui/{name}", page.file, ("GET",)),
+    ]
+
+
+def _admin_routes(admin: AdminEndpoints, feed: StateFeed) -> list[_Route]:
+    return [
+        ("/admin/v1/events", feed.events, ("GET",)),
         ("/admin/v1/state", admin.state, ("GET",)),
         ("/admin/v1/requests", admin.requests, ("GET",)),
         ("/admin/v1/requests/{request_id}", admin.request, ("GET",)),

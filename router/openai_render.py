@@ -53,18 +53,18 @@ class RenderOptions:
 
 
 class Renderer(Protocol):
-    """`text_offset`: length of the choice's text before this part."""
+    """Of one HTTP request. A choice is either streamed (`opening`, then `chunk`s) or rendered whole."""
 
     whole_object: str
     chunk_object: str
 
-    def opening(self, index: int) -> AnyChoice | None:
-        """The first chunk of a choice, if the form has one of its own."""
+    def opening(self, index: int, echo_text: str) -> list[AnyChoice]:
+        """What comes before the first output of a streamed choice."""
         ...
 
-    def chunk(self, index: int, delta: ChoiceDelta, text_offset: int) -> AnyChoice: ...
+    def chunk(self, index: int, delta: ChoiceDelta) -> AnyChoice: ...
 
-    def whole(self, choice: WholeChoice, text_offset: int) -> AnyChoice: ...
+    def whole(self, choice: WholeChoice) -> AnyChoice: ...
 
 
 class ChatRenderer:
@@ -75,10 +75,10 @@ class ChatRenderer:
         self._options = options
         self._token_texts = token_texts
 
-    def opening(self, index: int) -> ChatChunkChoice:
-        return ChatChunkChoice(index, ChatDelta(content="", role="assistant"), None, None)
+    def opening(self, index: int, echo_text: str) -> list[AnyChoice]:
+        return [ChatChunkChoice(index, ChatDelta(content="", role="assistant"), None, None)]
 
-    def chunk(self, index: int, delta: ChoiceDelta, text_offset: int) -> ChatChunkChoice:
+    def chunk(self, index: int, delta: ChoiceDelta) -> ChatChunkChoice:
         return ChatChunkChoice(
             index,
             ChatDelta(content=delta.text),
@@ -88,7 +88,7 @@ class ChatRenderer:
             token_ids_of(delta.tokens, self._options),
         )
 
-    def whole(self, choice: WholeChoice, text_offset: int) -> ChatChoice:
+    def whole(self, choice: WholeChoice) -> ChatChoice:
         return ChatChoice(
             choice.index,
             ChatMessage("".join(choice.texts)),
@@ -120,37 +120,39 @@ class CompletionRenderer:
     def __init__(self, options: RenderOptions, token_texts: TokenTexts) -> None:
         self._options = options
         self._token_texts = token_texts
+        self._text_offsets: dict[int, int] = {}  # by choice: where its next token's text begins
 
-    def opening(self, index: int) -> None:
-        return None
+    def opening(self, index: int, echo_text: str) -> list[AnyChoice]:
+        return [CompletionChoice(index, echo_text, None, None, None)] if echo_text else []
 
-    def chunk(self, index: int, delta: ChoiceDelta, text_offset: int) -> CompletionChoice:
+    def chunk(self, index: int, delta: ChoiceDelta) -> CompletionChoice:
         return CompletionChoice(
             index,
             delta.text,
-            self._logprobs(delta.tokens, text_offset),
+            self._logprobs(index, delta.tokens),
             finish_reason_of(delta.end),
             stop_reason_of(delta.end),
             token_ids_of(delta.tokens, self._options),
         )
 
-    def whole(self, choice: WholeChoice, text_offset: int) -> CompletionChoice:
+    def whole(self, choice: WholeChoice) -> CompletionChoice:
         return CompletionChoice(
             choice.index,
             "".join(choice.texts),
-            self._logprobs(choice.tokens, text_offset),
+            self._logprobs(choice.index, choice.tokens),
             finish_reason_of(choice.end),
             stop_reason_of(choice.end),
             token_ids_of(choice.tokens, self._options),
         )
 
-    def _logprobs(self, tokens: Sequence[SampledToken], text_offset: int) -> CompletionLogprobs | None:
+    def _logprobs(self, index: int, tokens: Sequence[SampledToken]) -> CompletionLogprobs | None:
         if not self._options.has_logprobs:
             return None
         texts = [self._token_texts.text(token.token_id) for token in tokens]
-        offsets = [text_offset]
+        offsets = [self._text_offsets.get(index, 0)]
         for text in texts:
             offsets.append(offsets[-1] + len(text))
+        self._text_offsets[index] = offsets[-1]
         return CompletionLogprobs(
             texts, [_finite(token.logprob) for token in tokens], self._top_logprobs(tokens), offsets[:-1]
         )

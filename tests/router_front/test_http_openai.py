@@ -82,6 +82,7 @@ async def test_streamed_logprobs_are_those_of_the_whole_answer() -> None:
     assert whole.logprobs is not None
     streamed = [chunk.logprobs for chunk in chunks if chunk.logprobs]
     assert [token for part in streamed for token in part.tokens or []] == whole.logprobs.tokens
+    assert [offset for part in streamed for offset in part.text_offset or []] == whole.logprobs.text_offset
     assert [top for part in streamed for top in part.top_logprobs or []] == whole.logprobs.top_logprobs
 
 
