@@ -14,7 +14,7 @@ from deploy.guardian import SESSION_VARIABLE, end_session, session_pids, wait_fo
 from deploy.process import start_child
 from deploy.session import session
 
-SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(90)"]
 LIMIT_S = 20.0
 
 # An owner with a child that dies with it, and a grandchild that left its group and would live on.
@@ -27,7 +27,7 @@ with session() as opened:
     child = start_child("child", {SLEEP!r}, opened.runtime_dir / "log")
     stray = subprocess.Popen({SLEEP!r}, start_new_session=True)
     print(opened.name, opened.runtime_dir, child.pid, stray.pid, flush=True)
-    time.sleep(600)
+    time.sleep(90)
 """
 
 
@@ -52,7 +52,7 @@ from pathlib import Path
 from deploy.process import start_child
 import time
 print(start_child("child", {SLEEP!r}, Path({str(tmp_path / "log")!r})).pid, flush=True)
-time.sleep(600)
+time.sleep(90)
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -111,7 +111,7 @@ def test_ending_a_session_spares_other_sessions() -> None:
 
 def test_stopping_a_child_that_ignores_the_request_takes_no_longer_than_the_grace(tmp_path: Path) -> None:
     code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(90)"
     )
     child = start_child("stubborn", [sys.executable, "-c", code], tmp_path / "log")
     until(lambda: "up" in child.log_tail())
