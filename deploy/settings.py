@@ -37,6 +37,8 @@ class Setting:
     @property
     def shown(self) -> object:
         """The value as it may be printed: no password."""
+        if self.path.endswith("_key"):
+            return _REDACTED if self.value else ""
         return redact_url(self.value) if isinstance(self.value, str) and self.path == "redis_url" else self.value
 
 

@@ -1,0 +1,87 @@
+"""`/admin/v1/events`: the cluster's state as a stream of snapshots, for the page and for `pdserve top`.
+
+Owns the snapshot, which all watchers share: it is made at most once per interval, however many watch.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import Overloaded
+from router.frontend import Frontend
+from router.http_io import request_id_of
+from router.http_stream import EventStream, sse_frame
+
+INTERVAL_S = 0.5
+MAX_WATCHERS = 64
+NUM_REQUESTS = 50
+_KEEP_ALIVE_S = 15.0
+_TIMINGS = ("time_to_first_token_s", "wall_s")
+_BRIEF = (
+    "request_id", "status", "error", "age_s", "num_prompt_tokens", "num_completion_tokens", "num_cached_tokens",
+    "num_retries",
+)  # fmt: skip
+
+
+class StateFeed:
+    """Snapshots of what `frontend` and its service know."""
+
+    def __init__(self, frontend: Frontend, version: str) -> None:
+        self._frontend = frontend
+        self._version = version
+        self._num_watchers = 0
+        self._frame = b""
+        self._made_s = float("-inf")
+
+    async def events(self, request: Request) -> Response:
+        """A snapshot at once, then one per interval until the client leaves."""
+        if self._num_watchers >= MAX_WATCHERS:
+            raise Overloaded(f"{MAX_WATCHERS} clients watch already", retry_after_s=INTERVAL_S)
+        return EventStream(self._frames(), dict, request_id_of(request), _KEEP_ALIVE_S)
+
+    def snapshot(self) -> dict[str, object]:
+        """What one event says."""
+        service, readiness, model = self._frontend.service, self._frontend.readiness(), self._frontend.model
+        return {
+            "router": {
+                "version": self._version,
+                "model": model.name,
+                "max_model_len": model.max_model_len,
+                "is_ready": readiness.is_ready,
+                "reasons": readiness.reasons,
+            },
+            "state": service.state(),
+            "recent": service.recent(),
+            "requests": [brief(record) for record in service.request_records(NUM_REQUESTS)],
+        }
+
+    async def _frames(self) -> AsyncGenerator[bytes, None]:
+        self._num_watchers += 1
+        try:
+            while True:
+                yield self._shared_frame()
+                await asyncio.sleep(INTERVAL_S)
+        finally:
+            self._num_watchers -= 1
+
+    def _shared_frame(self) -> bytes:
+        now_s = time.monotonic()
+        if now_s - self._made_s >= INTERVAL_S / 2:
+            self._frame, self._made_s = sse_frame(self.snapshot()), now_s
+        return self._frame
+
+
+def brief(record: Mapping[str, Any]) -> dict[str, object]:
+    """A line of a list of requests; the whole record has its own endpoint."""
+    timings, attempts = record.get("timings", {}), record.get("attempts", ())
+    last: Mapping[str, object] = max(attempts, key=lambda attempt: attempt["attempt"], default={})
+    return {
+        **{name: record.get(name) for name in _BRIEF},
+        **{name: timings.get(name) for name in _TIMINGS},
+        "prefill_worker": last.get("prefill_worker", ""),
+        "decode_worker": last.get("decode_worker", ""),
+    }

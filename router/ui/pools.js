@@ -1,0 +1,88 @@
+// Both pools: their size, and per worker its queue and its KV blocks.
+
+import { drain, scale } from "./api.js";
+import { h, keyed, setText, toast } from "./dom.js";
+import { count } from "./format.js";
+import { byRole } from "./topology.js";
+
+const BLOCKS = ["used", "held", "cached", "free"];
+
+export function drawPools({ state }) {
+  const roles = ["prefill", "decode"].map((role) => ({ role, workers: byRole(state.workers, role) }));
+  keyed(document.getElementById("pools"), roles, ({ role }) => role, createPool, updatePool);
+}
+
+function createPool({ role, workers }) {
+  const id = `size-${role}`;
+  const input = h("input", { id, type: "number", min: 0, max: 1024, value: workers.length });
+  const form = h(
+    "form",
+    { class: "scale", onsubmit: (event) => setSize(event, role, input) },
+    h("label", { for: id }, "Workers"),
+    input,
+    h("button", { type: "submit", "aria-label": `Scale the ${role} pool` }, "Scale"),
+  );
+  return h(
+    "div",
+    { class: `pool ${role}` },
+    h("div", { class: "pool-head" }, h("h3", {}, role), h("p", { class: "muted" }), form),
+    h("ul", { class: "workers" }),
+  );
+}
+
+function updatePool(pool, { workers }) {
+  const states = new Map();
+  for (const worker of workers) states.set(worker.state, (states.get(worker.state) ?? 0) + 1);
+  const waiting = workers.reduce((sum, worker) => sum + worker.waiting_uncached_tokens, 0);
+  const parts = [...states].map(([state, number]) => `${number} ${state}`);
+  if (waiting) parts.push(`${count(waiting)} tokens wait`);
+  setText(pool.querySelector("p"), parts.join(", ") || "no worker");
+  keyed(pool.querySelector("ul"), workers, (worker) => worker.worker_id, createWorker, updateWorker);
+}
+
+function createWorker(worker) {
+  const name = worker.worker_id;
+  return h(
+    "li",
+    {},
+    h("div", { class: "worker-head" }, h("strong", {}, name), h("span", { class: "pill" }),
+      h("button", { type: "button", "aria-label": `Drain ${name}`, onclick: () => askToDrain(name) }, "Drain")),
+    h("div", { class: "bar", role: "img" }, BLOCKS.map((kind) => h("span", { class: kind }))),
+    h("p", { class: "muted" }),
+  );
+}
+
+function updateWorker(item, worker) {
+  const [head, bar, note] = item.children;
+  const pill = head.children[1];
+  setText(pill, worker.state);
+  pill.className = `pill ${worker.state}`;
+  head.children[2].disabled = worker.state === "draining";
+  const parts = BLOCKS.map((kind) => `${worker[`kv_blocks_${kind}`]} ${kind}`);
+  bar.setAttribute("aria-label", `KV blocks of ${worker.worker_id}: ${parts.join(", ")}`);
+  bar.title = `${worker.kv_blocks_total} KV blocks: ${parts.join(", ")}`;
+  BLOCKS.forEach((kind, idx) => (bar.children[idx].style.flexGrow = worker[`kv_blocks_${kind}`]));
+  const busy = worker.kv_blocks_used + worker.kv_blocks_held;
+  setText(note, `${worker.running} running, ${worker.waiting} waiting · ${count(busy)} of `
+    + `${count(worker.kv_blocks_total)} blocks · ${worker.device || "cpu"}`
+    + (worker.num_preemptions ? ` · ${count(worker.num_preemptions)} preemptions` : ""));
+}
+
+async function setSize(event, role, input) {
+  event.preventDefault();
+  await tell(() => scale(role, input.valueAsNumber), `The ${role} pool is going to ${input.value}.`);
+}
+
+async function askToDrain(workerId) {
+  if (!confirm(`Drain ${workerId}? It finishes what it has and ends; its pool then replaces it.`)) return;
+  await tell(() => drain(workerId), `${workerId} is draining.`);
+}
+
+async function tell(action, done) {
+  try {
+    await action();
+    toast(done);
+  } catch (error) {
+    toast(error.message, true);
+  }
+}

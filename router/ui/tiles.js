@@ -1,0 +1,32 @@
+// The last minute in numbers.
+
+import { h, keyed, setText } from "./dom.js";
+import { count, duration, percent, rate } from "./format.js";
+
+const TILES = [
+  ["First token p50", (r) => duration(r.ttft_p50_s)],
+  ["First token p99", (r) => duration(r.ttft_p99_s)],
+  ["Between tokens p50", (r) => duration(r.itl_p50_s)],
+  ["Between tokens p99", (r) => duration(r.itl_p99_s)],
+  ["Errors", (r) => percent(r.error_rate), (r) => r.error_rate > 0.01],
+  ["Retries", (r) => percent(r.retry_rate)],
+  ["Prefix hits", (r) => percent(r.prefix_hit_rate)],
+  ["Transfer exposed", (r) => percent(r.exposed_share)],
+  ["Prompt", (r) => rate(r.prompt_tokens_per_s, "tok/s")],
+  ["Output", (r) => rate(r.generation_tokens_per_s, "tok/s")],
+  ["Running", (r, s) => count(s.num_running)],
+  ["Queued", (r, s) => count(s.num_queued)],
+];
+
+export function drawTiles({ recent, state }) {
+  keyed(
+    document.getElementById("tiles"),
+    TILES,
+    ([name]) => name,
+    ([name]) => h("div", { class: "tile" }, h("dt", {}, name), h("dd")),
+    (tile, [, value, isBad]) => {
+      setText(tile.lastElementChild, value(recent, state));
+      tile.classList.toggle("bad", Boolean(isBad?.(recent)));
+    },
+  );
+}

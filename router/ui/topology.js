@@ -1,0 +1,93 @@
+// Router, prefill and decode workers, and what flows between them: the wider an edge, the more bytes per second.
+
+import { h, svg } from "./dom.js";
+import { bytes } from "./format.js";
+
+const WIDTH = 720, ROW = 62, BOX_WIDTH = 176, BOX_HEIGHT = 46, TOP = 14;
+const COLUMNS = { router: 8, prefill: 272, decode: 536 };
+const MAX_ROWS = 12;
+
+export function drawTopology({ state, recent, router }) {
+  const workers = { prefill: byRole(state.workers, "prefill"), decode: byRole(state.workers, "decode") };
+  const rows = Math.max(1, Math.min(MAX_ROWS, Math.max(workers.prefill.length, workers.decode.length)));
+  const height = TOP * 2 + rows * ROW - (ROW - BOX_HEIGHT);
+  const at = new Map();
+  for (const role of ["prefill", "decode"]) place(at, workers[role], COLUMNS[role], height);
+  const hub = { x: COLUMNS.router, y: (height - BOX_HEIGHT) / 2 };
+  const picture = svg(
+    "svg",
+    { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": inWords(workers, recent.transfers) },
+    [...at.values()].map((box) => controlEdge(hub, box)),
+    recent.transfers.map((transfer) => transferEdge(at, transfer)),
+    box(hub.x, hub.y, "router", "router", `${state.num_running} running, ${state.num_queued} queued`,
+      router.is_ready ? "ready" : "unhealthy"),
+    [...at.values()].map(({ x, y, worker }) => workerBox(x, y, worker)),
+  );
+  const hidden = Object.values(workers).reduce((sum, list) => sum + Math.max(0, list.length - MAX_ROWS), 0);
+  const note = hidden ? h("p", { class: "muted" }, `${hidden} more workers are listed below`) : null;
+  document.getElementById("topology").replaceChildren(picture, ...(note ? [note] : []));
+}
+
+export function byRole(workers, role) {
+  return workers
+    .filter((worker) => worker.role === role)
+    .sort((a, b) => a.worker_id.localeCompare(b.worker_id, "en", { numeric: true }));
+}
+
+function place(at, workers, x, height) {
+  const shown = workers.slice(0, MAX_ROWS);
+  const first = (height - (shown.length * ROW - (ROW - BOX_HEIGHT))) / 2;
+  shown.forEach((worker, idx) => at.set(worker.worker_id, { x, y: first + idx * ROW, worker }));
+}
+
+function workerBox(x, y, worker) {
+  const busy = (worker.kv_blocks_used + worker.kv_blocks_held) / Math.max(1, worker.kv_blocks_total);
+  const what = `${worker.running} running, ${worker.waiting} waiting, KV ${(busy * 100).toFixed(0)} %`;
+  return box(x, y, worker.role, worker.worker_id, what, worker.state);
+}
+
+function box(x, y, kind, name, what, state) {
+  const short = name.length > 20 ? `${name.slice(0, 19)}…` : name;
+  return svg(
+    "g",
+    { class: `node ${kind} ${state}` },
+    svg("rect", { x, y, width: BOX_WIDTH, height: BOX_HEIGHT, rx: 8 }),
+    svg("circle", { cx: x + 14, cy: y + 16, r: 4.5, class: "lamp" }),
+    svg("text", { x: x + 26, y: y + 20, class: "name" }, short),
+    svg("text", { x: x + 12, y: y + 37, class: "what" }, what),
+  );
+}
+
+function controlEdge(hub, { x, y }) {
+  const from = [hub.x + BOX_WIDTH, hub.y + BOX_HEIGHT / 2], to = [x, y + BOX_HEIGHT / 2];
+  return svg("path", { d: curve(from, to), class: "control" });
+}
+
+function transferEdge(at, transfer) {
+  const prefill = at.get(transfer.prefill_worker_id), decode = at.get(transfer.decode_worker_id);
+  if (!prefill || !decode) return null;
+  const from = [prefill.x + BOX_WIDTH, prefill.y + BOX_HEIGHT / 2], to = [decode.x, decode.y + BOX_HEIGHT / 2];
+  const perSecond = transfer.bytes_per_s;
+  const width = perSecond > 0 ? Math.min(12, 1.5 + Math.log10(1 + perSecond / 1e4) * 1.6) : 1;
+  return svg(
+    "g",
+    { class: perSecond > 0 ? "transfer live" : "transfer" },
+    svg("path", { d: curve(from, to), "stroke-width": width.toFixed(1) }),
+    perSecond > 0
+      ? svg("text", { x: (from[0] + to[0]) / 2, y: (from[1] + to[1]) / 2 - width / 2 - 4, "text-anchor": "middle" },
+          `${bytes(perSecond)}/s`)
+      : null,
+  );
+}
+
+function curve([x1, y1], [x2, y2]) {
+  const middle = (x1 + x2) / 2;
+  return `M${x1} ${y1}C${middle} ${y1} ${middle} ${y2} ${x2} ${y2}`;
+}
+
+function inWords(workers, transfers) {
+  const live = transfers.filter((transfer) => transfer.bytes_per_s > 0);
+  const flows = live.map((t) => `${t.prefill_worker_id} to ${t.decode_worker_id} ${bytes(t.bytes_per_s)} per second`);
+  const counts = `one router, ${workers.prefill.length} prefill and ${workers.decode.length} decode workers`;
+  return `${counts}; ${flows.length ? flows.join(", ") : "no transfer at the moment"}`;
+}
