@@ -2,15 +2,17 @@
 
     python -I -S guardian.py OWNER_PID SESSION RUNTIME_DIR
 
-All processes of a session carry PDSERVE_SESSION in their environment, from the owner down to what Ray starts. The
-kernel takes the owner's own children with it (`die_with_parent.py`); this program takes the rest (Ray's agents live
-on for a minute) and removes the session's directory. Needs /proc; standard library only.
+A process belongs to a session when PDSERVE_SESSION says so in its environment, or when it writes to a file in the
+session's directory: Ray's agents overwrite their environment with their title, but not their logs. The kernel takes
+the owner's own children with it (`die_with_parent.py`); this program takes the rest (those agents live on for a
+minute) and removes the directory. Needs /proc; standard library only.
 """
 
 import os
 import select
 import shutil
 import signal
+import stat
 import sys
 import time
 
@@ -19,20 +21,19 @@ _QUIET_ROUNDS = 3
 _ROUND_S = 0.1
 
 
-def session_pids(session: str) -> list[int]:
+def session_pids(session: str, runtime_dir: str) -> list[int]:
     """Processes of this user, other than the caller, that belong to the session. Zombies are gone already."""
-    marker = f"{SESSION_VARIABLE}={session}".encode()
     others = (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid())
-    return [pid for pid in others if marker in _environment(pid) and _is_running(pid)]
+    return [pid for pid in others if _is_running(pid) and (_is_marked(pid, session) or _writes_below(pid, runtime_dir))]
 
 
-def end_session(session: str, keep: frozenset[int] = frozenset(), limit_s: float = 10.0) -> list[int]:
-    """Kill what is left of the session except `keep`, until nothing is for some rounds; returns what was killed."""
+def end_session(session: str, runtime_dir: str, limit_s: float = 10.0) -> list[int]:
+    """Kill what is left of the session, until nothing is for some rounds; returns what was killed."""
     killed: set[int] = set()
     deadline_s = time.monotonic() + limit_s
     num_quiet = 0
     while num_quiet < _QUIET_ROUNDS and time.monotonic() < deadline_s:
-        left = [pid for pid in session_pids(session) if pid not in keep]
+        left = session_pids(session, runtime_dir)
         for pid in left:
             _kill(pid)
         killed.update(left)
@@ -53,12 +54,29 @@ def wait_for_exit(pid: int) -> None:
         os.close(handle)
 
 
-def _environment(pid: int) -> list[bytes]:
+def _is_marked(pid: int, session: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read().split(b"\0")
+            return f"{SESSION_VARIABLE}={session}".encode() in file.read().split(b"\0")
     except OSError:
-        return []
+        return False
+
+
+def _writes_below(pid: int, directory: str) -> bool:
+    """Only writers: somebody who reads a log there is none of ours."""
+    try:
+        handles = [handle.path for handle in os.scandir(f"/proc/{pid}/fd")]
+    except OSError:
+        return False
+    return any(_is_written_below(handle, directory) for handle in handles)
+
+
+def _is_written_below(handle: str, directory: str) -> bool:
+    try:
+        is_writer = os.lstat(handle).st_mode & stat.S_IWUSR != 0
+        return is_writer and os.readlink(handle).startswith(f"{directory}/")
+    except OSError:  # closed meanwhile
+        return False
 
 
 def _is_running(pid: int) -> bool:
@@ -81,7 +99,7 @@ def main(owner_pid: int, session: str, runtime_dir: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     wait_for_exit(owner_pid)
-    end_session(session, keep=frozenset({os.getpid()}))
+    end_session(session, runtime_dir)
     shutil.rmtree(runtime_dir, ignore_errors=True)
 
 

@@ -27,14 +27,15 @@ def session() -> Iterator[Session]:
 
     Also when this process is killed: the guardian, a process of its own, then does the same.
     """
-    opened = Session(secrets.token_hex(8), Path(tempfile.mkdtemp(prefix="pdserve-", dir=_short_directory())))
+    runtime_dir = Path(tempfile.mkdtemp(prefix="pdserve-", dir=_short_directory())).resolve()
+    opened = Session(secrets.token_hex(8), runtime_dir)
     guardian = start_guardian(opened.name, opened.runtime_dir)
     os.environ[SESSION_VARIABLE] = opened.name
     try:
         yield opened
     finally:
-        end_session(opened.name)
-        left = session_pids(opened.name)
+        end_session(opened.name, str(opened.runtime_dir))
+        left = session_pids(opened.name, str(opened.runtime_dir))
         del os.environ[SESSION_VARIABLE]
         shutil.rmtree(opened.runtime_dir, ignore_errors=True)
         guardian.kill()

@@ -80,7 +80,7 @@ def test_the_guardian_ends_everything_of_a_session_whose_owner_is_killed(number:
     name, directory, child_pid, stray_pid = owner.stdout.readline().split()
     assert is_running(int(child_pid))
     assert is_running(int(stray_pid))
-    assert set(session_pids(name)) == {int(child_pid), int(stray_pid)}
+    assert set(session_pids(name, directory)) == {int(child_pid), int(stray_pid)}
     owner.send_signal(number)
     owner.wait()
     owner.stdout.close()
@@ -98,21 +98,34 @@ def test_a_session_that_ends_normally_leaves_nothing() -> None:
     assert SESSION_VARIABLE not in os.environ
 
 
+def test_a_process_that_lost_its_mark_is_known_by_the_log_it_writes_and_a_reader_is_spared(tmp_path: Path) -> None:
+    """As Ray's agents do, which write their title over their environment."""
+    log = tmp_path / "agent.log"
+    with log.open("w") as file:
+        writer = subprocess.Popen(SLEEP, stdout=file)
+    with log.open() as file:
+        reader = subprocess.Popen(SLEEP, stdin=file)
+    log.unlink()
+    assert end_session("nobody", str(tmp_path)) == [writer.pid]
+    assert reader.poll() is None
+    reader.kill()
+    reader.wait()
+    writer.wait()
+
+
 def test_ending_a_session_spares_other_sessions() -> None:
     mine, other = [
         subprocess.Popen(SLEEP, env={**os.environ, SESSION_VARIABLE: name}) for name in ("test-mine", "test-other")
     ]
-    assert end_session("test-mine") == [mine.pid]
+    assert end_session("test-mine", "/nonexistent") == [mine.pid]
     assert other.poll() is None
-    assert end_session("test-other") == [other.pid]
+    assert end_session("test-other", "/nonexistent") == [other.pid]
     mine.wait()
     other.wait()
 
 
 def test_stopping_a_child_that_ignores_the_request_takes_no_longer_than_the_grace(tmp_path: Path) -> None:
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(90)"
-    )
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(90)"
     child = start_child("stubborn", [sys.executable, "-c", code], tmp_path / "log")
     until(lambda: "up" in child.log_tail())
     child.stop(grace_s=0.1)
