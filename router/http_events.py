@@ -78,7 +78,7 @@ class StateFeed:
 def brief(record: Mapping[str, Any]) -> dict[str, object]:
     """A line of a list of requests; the whole record has its own endpoint."""
     timings, attempts = record.get("timings", {}), record.get("attempts", ())
-    last: Mapping[str, object] = max(attempts, key=lambda attempt: attempt["attempt"], default={})
+    last: Mapping[str, Any] = max(attempts, key=lambda attempt: int(attempt["attempt"]), default={})
     return {
         **{name: record.get(name) for name in _BRIEF},
         **{name: timings.get(name) for name in _TIMINGS},

@@ -99,7 +99,9 @@ export async function follow(onSnapshot, onLost) {
       heard();
       for await (const data of eventsOf(reply, heard)) {
         attempt = 0;
-        onSnapshot(JSON.parse(data));
+        const snapshot = JSON.parse(data);
+        if (snapshot.error) throw new Error(snapshot.error.message);
+        onSnapshot(snapshot);
       }
       throw new Error("the router closed the stream");
     } catch (error) {

@@ -34,7 +34,7 @@ function updateRow(row, request) {
   setText(first, request.num_completion_tokens ? duration(request.time_to_first_token_s) : "–");
   setText(total, duration(isRunning ? request.age_s : request.wall_s));
   const where = request.prefill_worker ? `${request.prefill_worker} → ${request.decode_worker}` : request.decode_worker;
-  setText(workers, `${where || "–"}${request.num_retries ? `, ${request.num_retries} retries` : ""}`);
+  setText(workers, `${where || "–"}${request.num_retries ? `, ${request.num_retries} ${request.num_retries === 1 ? "retry" : "retries"}` : ""}`);
   row.classList.toggle("selected", request.request_id === selected);
   row.querySelector("button").setAttribute("aria-pressed", String(request.request_id === selected));
 }
@@ -71,7 +71,7 @@ function drawDetail(record) {
       h("button", { type: "button", onclick: () => save(record) }, "Export trace"),
       h("button", { type: "button", onclick: close }, "Close")),
     record.message ? h("p", { class: "problem" }, record.message) : null,
-    drawWaterfall(record.timings),
+    h("div", { class: "picture" }, drawWaterfall(record.timings)),
     h("p", { class: "muted" }, summary(record)),
     decisions(record, openDecisions),
     attempts(record),
@@ -113,7 +113,7 @@ function decisions(record, isOpen) {
   const rows = record.decisions.flatMap((decision) =>
     decision.candidates.map((candidate) => candidateRow(decision, candidate)));
   return h("details", { open: isOpen },
-    h("summary", {}, `Routing: ${record.decisions.length} decisions`),
+    h("summary", {}, `Routing decisions: ${record.decisions.length}`),
     h("div", { class: "scroll" },
       h("table", { class: "compact" },
         h("caption", { class: "hidden-label" }, "Candidates of each routing decision"),

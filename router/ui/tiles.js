@@ -4,10 +4,11 @@ import { h, keyed, setText } from "./dom.js";
 import { count, duration, percent, rate } from "./format.js";
 
 const TILES = [
-  ["First token p50", (r) => duration(r.ttft_p50_s)],
-  ["First token p99", (r) => duration(r.ttft_p99_s)],
-  ["Between tokens p50", (r) => duration(r.itl_p50_s)],
-  ["Between tokens p99", (r) => duration(r.itl_p99_s)],
+  // Time to the first token, and between two tokens.
+  ["TTFT p50", (r) => duration(r.ttft_p50_s)],
+  ["TTFT p99", (r) => duration(r.ttft_p99_s)],
+  ["ITL p50", (r) => duration(r.itl_p50_s)],
+  ["ITL p99", (r) => duration(r.itl_p99_s)],
   ["Errors", (r) => percent(r.error_rate), (r) => r.error_rate > 0.01],
   ["Retries", (r) => percent(r.retry_rate)],
   ["Prefix hits", (r) => percent(r.prefix_hit_rate)],

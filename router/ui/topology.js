@@ -3,8 +3,8 @@
 import { h, svg } from "./dom.js";
 import { bytes } from "./format.js";
 
-const WIDTH = 720, ROW = 62, BOX_WIDTH = 176, BOX_HEIGHT = 46, TOP = 14;
-const COLUMNS = { router: 8, prefill: 272, decode: 536 };
+const WIDTH = 740, ROW = 62, ROUTER_WIDTH = 150, BOX_WIDTH = 196, BOX_HEIGHT = 46, TOP = 14;
+const COLUMNS = { router: 4, prefill: 216, decode: 540 };
 const MAX_ROWS = 12;
 
 export function drawTopology({ state, recent, router }) {
@@ -18,7 +18,7 @@ export function drawTopology({ state, recent, router }) {
     "svg",
     { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": inWords(workers, recent.transfers) },
     [...at.values()].map((box) => controlEdge(hub, box)),
-    recent.transfers.map((transfer) => transferEdge(at, transfer)),
+    recent.transfers.map((transfer, idx) => transferEdge(at, transfer, idx % 2 ? 0.68 : 0.32)),
     box(hub.x, hub.y, "router", "router", `${state.num_running} running, ${state.num_queued} queued`,
       router.is_ready ? "ready" : "unhealthy"),
     [...at.values()].map(({ x, y, worker }) => workerBox(x, y, worker)),
@@ -51,7 +51,7 @@ function box(x, y, kind, name, what, state) {
   return svg(
     "g",
     { class: `node ${kind} ${state}` },
-    svg("rect", { x, y, width: BOX_WIDTH, height: BOX_HEIGHT, rx: 8 }),
+    svg("rect", { x, y, width: kind === "router" ? ROUTER_WIDTH : BOX_WIDTH, height: BOX_HEIGHT, rx: 8 }),
     svg("circle", { cx: x + 14, cy: y + 16, r: 4.5, class: "lamp" }),
     svg("text", { x: x + 26, y: y + 20, class: "name" }, short),
     svg("text", { x: x + 12, y: y + 37, class: "what" }, what),
@@ -59,25 +59,31 @@ function box(x, y, kind, name, what, state) {
 }
 
 function controlEdge(hub, { x, y }) {
-  const from = [hub.x + BOX_WIDTH, hub.y + BOX_HEIGHT / 2], to = [x, y + BOX_HEIGHT / 2];
+  const from = [hub.x + ROUTER_WIDTH, hub.y + BOX_HEIGHT / 2], to = [x, y + BOX_HEIGHT / 2];
   return svg("path", { d: curve(from, to), class: "control" });
 }
 
-function transferEdge(at, transfer) {
+// `share` is where on the edge its rate stands: those of neighbours should not meet.
+function transferEdge(at, transfer, share) {
   const prefill = at.get(transfer.prefill_worker_id), decode = at.get(transfer.decode_worker_id);
   if (!prefill || !decode) return null;
   const from = [prefill.x + BOX_WIDTH, prefill.y + BOX_HEIGHT / 2], to = [decode.x, decode.y + BOX_HEIGHT / 2];
   const perSecond = transfer.bytes_per_s;
-  const width = perSecond > 0 ? Math.min(12, 1.5 + Math.log10(1 + perSecond / 1e4) * 1.6) : 1;
+  const width = perSecond > 0 ? Math.min(14, 1.5 + Math.log10(1 + perSecond / 1e5) * 2.5) : 1;
   return svg(
     "g",
     { class: perSecond > 0 ? "transfer live" : "transfer" },
     svg("path", { d: curve(from, to), "stroke-width": width.toFixed(1) }),
     perSecond > 0
-      ? svg("text", { x: (from[0] + to[0]) / 2, y: (from[1] + to[1]) / 2 - width / 2 - 4, "text-anchor": "middle" },
+      ? svg("text", { x: from[0] + (to[0] - from[0]) * share, y: on(from[1], to[1], share) + 4, "text-anchor": "middle" },
           `${bytes(perSecond)}/s`)
       : null,
   );
+}
+
+// Height of `curve` at a share of its width; near enough for a label.
+function on(y1, y2, share) {
+  return y1 + (y2 - y1) * share * share * (3 - 2 * share);
 }
 
 function curve([x1, y1], [x2, y2]) {

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from common.config import RouterSettings, WorkerSettings
 
 SCHEMA_PATH = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "pdserve" / "values.schema.json"
-# What the chart decides: identities, addresses and what it has values of its own for.
-DECIDED_BY_CHART = frozenset(("router_id", "host", "port", "http_port", "grpc_port", "metrics_port"))
+# What the chart decides: identities, addresses and what it has values of its own for; and no secret in a ConfigMap.
+DECIDED_BY_CHART = frozenset(("router_id", "host", "port", "http_port", "grpc_port", "metrics_port", "admin_key"))
 _LINE = 118
 
 

@@ -1,0 +1,253 @@
+"""The operator's page in a real browser, over a scripted cluster."""
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.messages import Role
+from tests.ui.browser import ENTER, SPACE, TAB, Browser
+from tests.ui.page_service import HOSTILE_ID, LONG_ID, Served, served, worker
+
+NUM_PHASES = 6
+
+
+@pytest.fixture(autouse=True)
+def opened(tab: Browser, page: Served) -> Iterator[None]:
+    """The page, freshly loaded and filled; no test may leave an error on the console."""
+    tab.open(page.url)
+    tab.wait("return document.querySelectorAll('#requests tr').length > 3")
+    tab.console()
+    yield
+    assert [line for line in tab.console() if line.startswith(("SEVERE", "WARNING"))] == []
+
+
+def select(tab: Browser, request_id: str) -> None:
+    tab.script(
+        "[...document.querySelectorAll('#requests button')].find(b => b.textContent === arguments[0]).click()",
+        request_id,
+    )
+    tab.wait("return document.querySelector('#detail h3')?.textContent === arguments[0]", request_id)
+
+
+def test_the_last_minute_is_shown_in_tiles(tab: Browser) -> None:
+    tiles = tab.script(
+        "return [...document.querySelectorAll('.tile')].map(t => t.innerText.replace(/\\s*\\n\\s*/, ': '))"
+    )
+    assert tiles == [
+        "TTFT p50: 42.1 ms", "TTFT p99: 318 ms", "ITL p50: 11.3 ms", "ITL p99: 45.2 ms", "Errors: 0.8 %",
+        "Retries: 1.6 %", "Prefix hits: 62 %", "Transfer exposed: 8.5 %", "Prompt: 5210 tok/s", "Output: 813 tok/s",
+        "Running: 21", "Queued: 4",
+    ]  # fmt: skip
+
+
+def test_topology_shows_every_worker_and_wider_edges_for_faster_transfers(tab: Browser) -> None:
+    names = tab.script("return [...document.querySelectorAll('.node .name')].map(t => t.textContent)")
+    widths = tab.script(
+        "return [...document.querySelectorAll('.transfer path')].map(p => +p.getAttribute('stroke-width'))"
+    )
+    assert names == ["router", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    assert widths == sorted(widths, reverse=True)
+    assert widths[0] > 2 * widths[2] > 2 * widths[3]
+    assert "480 MB/s" in tab.script("return document.querySelector('#topology').textContent")
+
+
+def test_block_bars_have_the_proportions_of_the_blocks(tab: Browser) -> None:
+    bar = "document.querySelector('.pool.decode li[data-key=decode-0] .bar')"
+    tab.wait(f"return {bar}.children[0].getBoundingClientRect().width > {bar}.getBoundingClientRect().width * .5")
+    shares = tab.script(
+        f"const bar = {bar}; return [...bar.children].map(s => s.getBoundingClientRect().width / bar.clientWidth)"
+    )
+    assert shares == pytest.approx([0.52, 0.04, 0.3, 0.14], abs=0.02)
+    assert tab.script(f"return {bar}.getAttribute('aria-label')").endswith("520 used, 40 held, 300 cached, 140 free")
+
+
+def test_changes_arrive_without_a_reload(tab: Browser, page: Served) -> None:
+    before = page.service.workers
+    page.service.workers = (*before, worker("decode-9", Role.DECODE, used=1, held=0, cached=0))
+    tab.wait("return document.querySelector('.pool.decode').innerText.includes('decode-9')")
+    page.service.workers = before
+    tab.wait("return !document.querySelector('.pool.decode').innerText.includes('decode-9')")
+
+
+def test_the_waterfalls_parts_add_up_to_the_wall_time(tab: Browser) -> None:
+    select(tab, LONG_ID)
+    bars = tab.script(
+        "return [...document.querySelectorAll('.phase rect')].map(r => [r.x.baseVal.value, r.width.baseVal.value])"
+    )
+    span = 760 - 112 - 72
+    assert sum(width for _, width in bars) / span == pytest.approx(1.0, abs=0.005)
+    for (x, width), (following, _) in itertools.pairwise(bars):
+        assert following == pytest.approx(x + width, abs=1.6)
+    assert len(bars) == NUM_PHASES
+
+
+def test_prefill_chunks_and_kv_chunks_stand_on_the_prefill_bar(tab: Browser) -> None:
+    select(tab, LONG_ID)
+    chunks = tab.script("return [...document.querySelectorAll('.chunk title')].map(t => t.textContent)")
+    ticks = tab.script("return [...document.querySelectorAll('.tick')].map(t => t.textContent)")
+    assert chunks[0] == "prefill chunk 1: 512 tokens in 100 ms"
+    assert (len(chunks), len(ticks)) == (3, 12)
+    assert ticks[1].startswith("KV of layers 10 to 19, 512 tokens")
+    assert "94 % hidden behind prefill" in tab.text("#detail")
+
+
+def test_the_decision_is_shown_with_its_costs_and_refusals(tab: Browser) -> None:
+    select(tab, LONG_ID)
+    rows = tab.script("return [...document.querySelectorAll('#detail tbody tr')].map(r => r.innerText.split('\\t'))")
+    assert rows[0][1:] == ["prefill", "prefill-0", "0.412", "0.100", "512", "chosen: lowest cost"]
+    assert rows[1][-1] == "queue is full"
+    assert "decode-1 lost: silent for 4 s" in tab.text(".attempts")
+
+
+def test_the_trace_opens_as_chrome_trace_events(tab: Browser) -> None:
+    select(tab, LONG_ID)
+    trace = tab.script(
+        "const done = import(new URL('trace.js', document.baseURI));"
+        "return done.then(m => fetch('../admin/v1/requests/' + arguments[0]).then(r => r.json()).then(m.traceOf))",
+        LONG_ID,
+    )
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == 1]
+    assert sum(span["dur"] for span in spans) == pytest.approx(1e6)
+    assert all(event["ts"] >= 0 for event in trace["traceEvents"] if event["ph"] != "M")
+    assert {event["name"] for event in trace["traceEvents"]} >= {"prefill", "chunk 3", "first token", "layers 0-9"}
+
+
+def test_export_saves_a_file(tab: Browser, tmp_path: Path) -> None:
+    tab.devtools("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    select(tab, "req-00")
+    tab.click(".detail-head button")
+    file, deadline_s = tmp_path / "req-00.trace.json", time.monotonic() + 10
+    while not file.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert json.loads(file.read_text())["otherData"] == {"request_id": "req-00"}
+
+
+def test_names_from_outside_are_text_and_never_markup(tab: Browser) -> None:
+    select(tab, HOSTILE_ID)
+    assert tab.script("return document.querySelectorAll('img').length") == 0
+    assert tab.text("#detail h3") == HOSTILE_ID
+
+
+def test_a_pool_is_scaled(tab: Browser, page: Served) -> None:
+    page.rig.scaled.clear()
+    tab.script("document.querySelector('#size-decode').value = '5'")
+    tab.click(".pool.decode form button")
+    tab.wait("return document.querySelector('#toast').textContent.includes('decode pool')")
+    assert page.rig.scaled == [("decode", 5)]
+
+
+def test_a_worker_is_drained_after_a_question(tab: Browser, page: Served) -> None:
+    page.service.drained.clear()
+    tab.click("[aria-label='Drain decode-0']")
+    assert tab.accept_dialog().startswith("Drain decode-0?")
+    tab.wait("return document.querySelector('#toast').textContent.includes('is draining')")
+    assert page.service.drained == [("decode-0", 30.0)]
+    assert tab.script("return document.querySelector(`[aria-label='Drain decode-2']`).disabled")
+
+
+def test_chat_streams_an_answer(tab: Browser) -> None:
+    tab.type("#message", "Where is Paris?" + ENTER)
+    tab.wait("return document.querySelector('.bubble.assistant')?.innerText.includes('Where the time went')")
+    bubbles = tab.script("return [...document.querySelectorAll('.bubble p:first-of-type')].map(p => p.textContent)")
+    assert bubbles == ["Where is Paris?", "Paris is nice."]
+    assert not tab.script("return document.querySelector('#chat [type=submit]').disabled")
+
+
+def test_everything_is_reached_by_keyboard(tab: Browser) -> None:
+    """Tab goes through all controls with a visible focus; a request opens by Space, and Close gives the focus back."""
+    seen = []
+    for _ in range(16):
+        tab.press(TAB)
+        seen.append(
+            tab.script(
+                "const e = document.activeElement, s = getComputedStyle(e);"
+                "return [e.tagName, e.getAttribute('aria-label') ?? e.innerText ?? '', s.outlineStyle]"
+            )
+        )
+    names = [name for _, name, _ in seen]
+    assert names[0] == "Skip to requests"
+    assert {"Scale the prefill pool", "Drain prefill-1", "Scale the decode pool", "Drain decode-1"} <= set(names)
+    assert all(outline != "none" for _, _, outline in seen)
+    tab.script("document.querySelector('#requests button').focus()")
+    tab.press(SPACE)
+    tab.wait("return document.querySelector('#detail h3')?.textContent === 'req-running'")
+    tab.script("[...document.querySelectorAll('.detail-head button')].at(-1).focus()")
+    tab.press(ENTER)
+    assert tab.script("return document.activeElement.textContent") == "req-running"
+
+
+def test_every_control_and_picture_has_a_name(tab: Browser) -> None:
+    select(tab, LONG_ID)
+    nodes = tab.devtools("Accessibility.getFullAXTree")["nodes"]
+    roles = ("button", "textbox", "spinbutton", "image", "img", "table", "log", "region", "link")
+    unnamed = [
+        node["role"]["value"]
+        for node in nodes
+        if not node.get("ignored") and node["role"]["value"] in roles and not node.get("name", {}).get("value")
+    ]
+    assert unnamed == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_has_contrast(tab: Browser, dark: bool) -> None:
+    """WCAG AA: 4.5 to 1 between text and card, for text, muted text, links and problems."""
+    tab.set_dark(dark=dark)
+    colours = tab.script(
+        "const s = getComputedStyle(document.documentElement);"
+        "return Object.fromEntries(['card','page','text','muted','accent','bad','good','warn']"
+        ".map(n => [n, s.getPropertyValue('--' + n).trim()]))"
+    )
+    tab.set_dark(dark=False)
+    for name in ("text", "muted", "accent", "bad", "good", "warn"):
+        assert contrast(colours[name], colours["card"]) >= 4.5, (name, colours)
+    assert (luminance(colours["page"]) < 0.1) == dark
+
+
+def test_a_narrow_window_does_not_scroll_sideways(tab: Browser) -> None:
+    tab.set_window(390, 900)
+    select(tab, LONG_ID)
+    width = tab.script("return document.documentElement.scrollWidth")
+    tab.set_window(1400, 1300)
+    assert width <= 390
+
+
+def test_nothing_is_loaded_from_elsewhere(tab: Browser, page: Served) -> None:
+    urls = tab.script("return performance.getEntriesByType('resource').map(e => e.name)")
+    assert urls
+    assert all(url.startswith(page.rig.url) for url in urls)
+
+
+def test_a_lost_router_is_said_and_found_again(tab: Browser, page: Served) -> None:
+    page.service.is_broken = True
+    tab.wait("return document.querySelector('#readiness').textContent === 'no connection'")
+    page.service.is_broken = False
+    tab.wait("return document.querySelector('#readiness').textContent === 'ready'")
+    tab.console()  # the refused reconnections
+
+
+def test_with_an_admin_key_the_page_asks_for_it(tab: Browser) -> None:
+    with served(admin_key="s3cret") as guarded:
+        tab.open(guarded.url)
+        tab.wait("return document.querySelector('#key-dialog').open")
+        tab.type("#key", "wrong" + ENTER)
+        tab.wait("return document.querySelector('#key-problem').textContent.includes('not accepted')")
+        tab.type("#key", "s3cret" + ENTER)
+        tab.wait("return document.querySelectorAll('#requests tr').length > 3")
+        assert "s3cret" not in tab.script("return document.documentElement.outerHTML")
+    tab.open("about:blank")
+    tab.console()  # the two 401 answers
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[idx : idx + 2], 16) / 255 for idx in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
