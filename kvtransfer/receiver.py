@@ -68,7 +68,6 @@ from kvtransfer.events import (
     SendCancel,
     TransferExpected,
     TransferFailedLocally,
-    TransferReceived,
     WriteChunk,
 )
 from kvtransfer.history import History
@@ -276,12 +275,8 @@ class ReceiverCore:
         transfer = _current(attempt)
         if transfer.finish is not None:
             return
-        num_tokens, expected = len(event.tokens), attempt.expected.num_first_tokens
-        if num_tokens != expected:
-            self._fail(attempt, Outcome.CANCELLED, f"expected {expected} first tokens, got {num_tokens}")
-            return
-        if event.num_chunks < transfer.num_announced:
-            problem = f"expected {event.num_chunks} chunks, announced {transfer.num_announced}"
+        problem = transfer.finish_problem(event, attempt.expected.num_first_tokens)
+        if problem is not None:
             self._fail(attempt, Outcome.CANCELLED, problem)
             return
         transfer.finish, transfer.finished_s = event, self._now_s
@@ -301,20 +296,7 @@ class ReceiverCore:
             self._fail(attempt, Outcome.CANCELLED, f"{transfer.num_written} chunks do not cover the request")
             return
         del self._attempts[attempt.attempt_id]
-        transfer_s = self._now_s - transfer.first_announced_s
-        exposed_s = min(transfer_s, self._now_s - transfer.finished_s)
-        self._effects.append(SendAcknowledged(transfer.peer, transfer.transfer_id))
-        self._effects.append(
-            TransferReceived(
-                transfer.transfer_id,
-                transfer.finish.tokens,
-                transfer.num_bytes,
-                transfer.num_written,
-                transfer_s,
-                exposed_s,
-                transfer.chunk_timings(self._now_s),
-            )
-        )
+        self._effects += [SendAcknowledged(transfer.peer, transfer.transfer_id), transfer.received(self._now_s)]
 
     def _fail(self, attempt: Attempt, outcome: Outcome, reason: str) -> None:
         """End the current transfer; the expectation stands."""

@@ -7,7 +7,7 @@ from enum import StrEnum
 from common.ids import AttemptId, TransferId, WorkerRef
 from common.request import KvChunkTiming
 from kvtransfer.coverage import Coverage
-from kvtransfer.events import Chunk, FinishAnnounced, TransferExpected
+from kvtransfer.events import Chunk, FinishAnnounced, TransferExpected, TransferReceived
 from kvtransfer.receive_window import ReceiveWindow
 
 MAX_REFUSED_PER_PEER = 1024
@@ -72,6 +72,28 @@ class Transfer:
         if self.finish is not None and chunk.seq >= self.finish.num_chunks:
             return f"expected {self.finish.num_chunks} chunks, announced one more"
         return None
+
+    def finish_problem(self, event: FinishAnnounced, num_first_tokens: int) -> str | None:
+        """What of FinishAnnounced is not as expected or announced, or None."""
+        if len(event.tokens) != num_first_tokens:
+            return f"expected {num_first_tokens} first tokens, got {len(event.tokens)}"
+        if event.num_chunks < self.num_announced:
+            return f"expected {event.num_chunks} chunks, announced {self.num_announced}"
+        return None
+
+    def received(self, now_s: float) -> TransferReceived:
+        """The report of a transfer that is complete now."""
+        assert self.finish is not None
+        transfer_s = now_s - self.first_announced_s
+        return TransferReceived(
+            self.transfer_id,
+            self.finish.tokens,
+            self.num_bytes,
+            self.num_written,
+            transfer_s,
+            min(transfer_s, now_s - self.finished_s),
+            self.chunk_timings(now_s),
+        )
 
 
 @dataclass(slots=True)
