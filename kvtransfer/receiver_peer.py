@@ -84,6 +84,7 @@ class ReceiverPeer:
         self._outbox: asyncio.Queue[pb.ConnectResponse] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._outcome: asyncio.Future[str] = self._loop.create_future()
         self._link: Link | None = None
+        self._prefix = ""  # of the link's keys in the store, once it is being built
 
     def perform(self, effect: PostReceive | SendAcknowledged | SendCancel | DropPeer) -> None:
         match effect:
@@ -116,6 +117,8 @@ class ReceiverPeer:
         self._outcome.set_result(reason)
         if self._link is not None:
             self._link.close()
+        if prefix := self._prefix:
+            self._shared.thread.submit(lambda: self._shared.store.forget(prefix))
         get_logger().info("handoff_peer_lost", peer=str(self._peer), reason=reason)
         self._on_ended()
         self._shared.post(PeerLost(self._peer, reason))
@@ -146,14 +149,15 @@ class ReceiverPeer:
         if not _EPOCH.fullmatch(epoch):
             raise SessionEnded(f"expected open_link with an epoch of 16 hex digits, got {epoch[:32]!r}")
         await context.write(pb.ConnectResponse(link_accepted=pb.LinkAccepted(epoch=epoch)))
-        self._link = await build_link_off_loop(self._link_plan(epoch))
+        self._prefix = link_prefix(self._peer, self._settings.ref, epoch)
+        self._link = await build_link_off_loop(self._link_plan())
 
-    def _link_plan(self, epoch: str) -> LinkPlan:
+    def _link_plan(self) -> LinkPlan:
         return LinkPlan(
             transport=self._settings.transport,
             store_host=self._shared.store.host,
             store_port=self._shared.store.port,
-            prefix=link_prefix(self._peer, self._settings.ref, epoch),
+            prefix=self._prefix,
             rank=RECEIVER_RANK,
             host=self._settings.host,
             device=self._settings.kv.device,

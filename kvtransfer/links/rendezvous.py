@@ -32,6 +32,18 @@ class RendezvousStore:
             master_listen_fd=listener.detach(),  # the store closes it
         )
 
+    @property
+    def num_keys(self) -> int:
+        return self._store.num_keys() if self._store is not None else 0
+
+    def forget(self, prefix: str) -> None:
+        """Delete the keys of a link that has ended. Asks the store's own thread: not for the event loop."""
+        if self._store is None:
+            return
+        for key in self._store.list_keys():
+            if key.startswith(f"{prefix}/"):
+                self._store.delete_key(key)
+
     def close(self) -> None:
         """Stop listening. Links that stand do not need the store any more."""
         self._store = None

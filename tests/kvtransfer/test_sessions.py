@@ -361,11 +361,14 @@ async def test_links_are_rebuilt_after_each_loss_and_leave_nothing_behind() -> N
         await drop(cluster)
         await check_works(cluster, "warm again")
         threads, fds = num_threads(), num_fds()
+        store = cluster.decode.sessions._shared.store
+        keys = await asyncio.to_thread(lambda: store.num_keys)
         for cycle in range(8):
             await drop(cluster)
             await check_works(cluster, f"cycle{cycle}")
         assert num_threads() <= threads + 5
         assert num_fds() <= fds + 5
+        assert await asyncio.to_thread(lambda: store.num_keys) <= keys + 5
 
 
 async def drop(cluster: Pair) -> None:
