@@ -1,13 +1,17 @@
-"""Talks to a router's administration API for `pdserve status`, `scale` and `drain`. Standard library only."""
+"""Talks to a router's administration API, for commands that look at a cluster or change it. Standard library only."""
 
 import json
+import os
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 TIMEOUT_S = 10.0
+# The key travels in the environment: a command line is there for every user of the machine to read.
+KEY_VARIABLE = "PDSERVE_ROUTER_ADMIN_KEY"
 _POLL_INTERVAL_S = 0.2
 
 
@@ -20,15 +24,35 @@ class Unhealthy(Exception):
 
 
 class AdminClient:
-    """One router, by its HTTP address."""
+    """One router, by its HTTP address; `key` is its admin key, by default the one in the environment."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
         self._url = url.rstrip("/")
+        self._key = os.environ.get(KEY_VARIABLE, "") if key is None else key
 
     def state(self) -> dict[str, Any]:
         """Everything about the workers."""
         state: dict[str, Any] = self._call("GET", "/admin/v1/state")
         return state
+
+    def record(self, request_id: str) -> dict[str, Any]:
+        """Everything the router remembers of a request."""
+        record: dict[str, Any] = self._call("GET", f"/admin/v1/requests/{urllib.parse.quote(request_id, safe='')}")
+        return record
+
+    def snapshots(self) -> Iterator[dict[str, Any]]:
+        """What the router knows, twice a second until the caller leaves. Raises AdminFailed when it goes away."""
+        request = urllib.request.Request(f"{self._url}/admin/v1/events", headers=self._headers())
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+                for line in reply:
+                    if line.startswith(b"data: "):
+                        yield json.loads(line[6:])
+        except urllib.error.HTTPError as error:
+            raise AdminFailed(_message(error.code, error.read())) from error
+        except OSError as error:
+            raise self._no_answer() from error
+        raise AdminFailed(f"the router at {self._url} has closed the stream")
 
     def readiness(self) -> dict[str, Any]:
         """Whether a request would be served, and if not, why."""
@@ -48,8 +72,7 @@ class AdminClient:
 
     def _call(self, method: str, path: str, body: Mapping[str, object] | None = None, ok: tuple[int, ...] = ()) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"{self._url}{path}", data=data, headers=headers, method=method)
+        request = urllib.request.Request(f"{self._url}{path}", data=data, headers=self._headers(), method=method)
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
                 return json.load(reply)
@@ -59,9 +82,15 @@ class AdminClient:
                 return json.loads(content)
             raise AdminFailed(_message(error.code, content)) from error
         except (urllib.error.URLError, OSError, ValueError) as error:
-            raise AdminFailed(
-                f"nothing answers at {self._url}: is pdserve up running? (--url or $PDSERVE_URL names another address)"
-            ) from error
+            raise self._no_answer() from error
+
+    def _headers(self) -> dict[str, str]:
+        return {"content-type": "application/json", **({"x-admin-key": self._key} if self._key else {})}
+
+    def _no_answer(self) -> AdminFailed:
+        return AdminFailed(
+            f"nothing answers at {self._url}: is pdserve up running? (--url or $PDSERVE_URL names another address)"
+        )
 
 
 def wait_for_sizes(
@@ -99,6 +128,8 @@ def _count(workers: list[dict[str, Any]], sizes: Mapping[str, int]) -> dict[str,
 
 
 def _message(status: int, content: bytes) -> str:
+    if status == 401:
+        return f"the router asks for its admin key: put it into ${KEY_VARIABLE}"
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):

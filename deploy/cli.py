@@ -34,6 +34,12 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+class Purpose(StrEnum):
+    UP = "up"
+    ROUTER = "router"
+    WORKER = "worker"
+
+
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file of settings; pdserve config show names them.")
 ]
@@ -146,6 +152,43 @@ def drain(
     from deploy.commands import run_drain
 
     run_drain(url, worker, grace, timeout)
+
+
+@app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="The id of an answer, as a client got it.")],
+    url: Url = DEFAULT_URL,
+    json: AsJson = False,
+) -> None:
+    """Show one request: where its time went, how it was routed and why, what was tried."""
+    from deploy.explain import explain_request
+
+    explain_request(url, request_id, as_json=json)
+
+
+@app.command()
+def top(
+    url: Url = DEFAULT_URL,
+    once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Watch the cluster: latencies, pools, KV blocks, transfers, requests. Ctrl-C ends."""
+    from deploy.top import watch
+
+    watch(url, once=once, as_json=json)
+
+
+@app.command()
+def doctor(
+    purpose: Annotated[Purpose, typer.Option("--for", help="What the machine is to run.")] = Purpose.UP,
+    config: ConfigFile = None,
+    json: AsJson = False,
+) -> None:
+    """Check this machine, with a fix for each thing that is wrong. Exit code 3 when something needed is missing."""
+    from deploy.doctor import diagnose
+    from deploy.settings import load_settings
+
+    raise typer.Exit(diagnose(load_settings({}, config).config, purpose.value, as_json=json))
 
 
 @app.command()

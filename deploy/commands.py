@@ -24,7 +24,7 @@ def run_up(config: ClusterConfig, *, as_json: bool) -> int:
     config = with_model(config)
 
     async def serve(cluster: LocalCluster) -> int:
-        client = AdminClient(cluster.http_url)
+        client = AdminClient(cluster.http_url, config.router.admin_key)
         state = await asyncio.to_thread(client.state)
         model = await asyncio.to_thread(client.model_name)
         if as_json:

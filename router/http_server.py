@@ -80,7 +80,7 @@ def _admin_routes(admin: AdminEndpoints, feed: StateFeed) -> list[_Route]:
         ("/admin/v1/events", feed.events, ("GET",)),
         ("/admin/v1/state", admin.state, ("GET",)),
         ("/admin/v1/requests", admin.requests, ("GET",)),
-        ("/admin/v1/requests/{request_id}", admin.request, ("GET",)),
+        ("/admin/v1/requests/{request_id:path}", admin.request, ("GET",)),
         ("/admin/v1/workers/{worker_id}/drain", admin.drain, ("POST",)),
         ("/admin/v1/pools/{role}", admin.scale, ("POST",)),
     ]

@@ -48,7 +48,9 @@ def test_up_has_the_promised_options() -> None:
 
 def test_commands_are_listed() -> None:
     text = run("--help").stdout
-    for command in ("up", "generate", "status", "scale", "drain", "router", "worker", "config", "demo", "fetch-model"):
+    for command in ("up", "generate", "status", "scale", "drain", "router", "worker", "config", "demo", "fetch-model",
+        "explain", "top", "doctor",
+    ):  # fmt: skip
         assert f"\n  {command} " in text
 
 
