@@ -1,0 +1,135 @@
+"""The shell of one role: joins its core to the compute thread, the routers' streams, the sessions and the index.
+
+Performs what the core decides and feeds back what came of it; no decisions here. A role supplies its core and its
+handoff sessions, the rest is the same for both.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from common.core_loop import CoreLoop
+from common.engine.plan import StepResult
+from common.ids import BlockHash, RouterId
+from common.kv.block_pool import BlockPool
+from common.messages import Cancel, Drain, HandoffReport, Prefill, Reserve, WorkerStats
+from common.worker.compute import ComputeThread
+from common.worker.events import (
+    Drained,
+    DrainRequested,
+    LayerComputed,
+    MessageReceived,
+    PublishBlocks,
+    RouterLost,
+    RunStep,
+    SendToRouter,
+    StepFailed,
+    StepFinished,
+)
+from common.worker.lifecycle import Surroundings, with_health
+
+
+# A role's event and effect unions are its own; the shell hands on what it does not know.
+class RoleCore(Protocol):
+    """What the shell needs of a role's core."""
+
+    def handle(self, event: Any, now_s: float) -> Sequence[Any]: ...
+
+    def handle_deadline(self, now_s: float) -> Sequence[Any]: ...
+
+    def next_deadline_s(self) -> float | None: ...
+
+    def check_invariants(self) -> None: ...
+
+    def stats(self, now_s: float) -> WorkerStats: ...
+
+
+class Sessions(Protocol):
+    """What the shell needs of a role's handoff sessions: they perform the network effects of its core."""
+
+    def perform(self, effect: Any) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class RoleShell:
+    """One role at work. Create it in the event loop's thread, and call it there."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        pool: BlockPool,
+        core: RoleCore,
+        open_sessions: Callable[[Callable[[Any], None]], Sessions],
+    ) -> None:
+        self.drained = asyncio.Event()
+        self._around = around
+        self._pool = pool
+        self._core = core
+        self._loop: CoreLoop[Any, Any] = CoreLoop(core, self._perform)
+        self._sessions = open_sessions(self._loop.post)
+        self._compute = ComputeThread(around.loaded.runner, self._on_step_finished, self._on_step_failed)
+
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        return self._loop.failed
+
+    def on_message(self, router_id: RouterId, message: Reserve | Prefill | Cancel | Drain) -> None:
+        if isinstance(message, Drain):
+            self.drain(message.grace_s)
+        else:
+            self._loop.post(MessageReceived(router_id, message))
+
+    def on_router_lost(self, router_id: RouterId) -> None:
+        self._loop.post(RouterLost(router_id))
+
+    def drain(self, grace_s: float) -> None:
+        self._loop.post(DrainRequested(grace_s))
+
+    def stats(self) -> WorkerStats:
+        return with_health(self._core.stats(time.monotonic()), self._compute.step_age_s, self._around.config)
+
+    def cached_hashes(self) -> Sequence[BlockHash]:
+        return self._pool.cached_hashes()
+
+    async def close(self) -> None:
+        self._loop.close()
+        await self._sessions.close()
+        self._compute.close()
+
+    def _perform(self, effect: Any) -> None:
+        match effect:
+            case RunStep():
+                self._run_step(effect)
+            case SendToRouter(router_id, message):
+                self._record(message)
+                self._around.streams.send(router_id, message)
+            case PublishBlocks(stored, evicted):
+                self._around.index.publish(stored, evicted)
+            case Drained():
+                self.drained.set()
+            case _:
+                self._sessions.perform(effect)
+
+    def _run_step(self, effect: RunStep) -> None:
+        step_id = effect.plan.step_id
+
+        def report_layer(num_layers: int) -> None:
+            self._loop.post_threadsafe(LayerComputed(step_id, num_layers))
+
+        self._compute.submit(effect.plan, report_layer if effect.reports_layers else None)
+        self._around.metrics.observe("pdserve_step_tokens", effect.plan.num_tokens)
+
+    def _record(self, message: object) -> None:
+        if isinstance(message, HandoffReport) and not message.is_local:
+            self._around.metrics.observe("pdserve_kv_transfer_seconds", message.transfer_s)
+            self._around.metrics.observe("pdserve_kv_transfer_exposed_seconds", message.exposed_s)
+            self._around.metrics.observe("pdserve_kv_transfer_bytes", message.num_bytes)
+
+    def _on_step_finished(self, result: StepResult) -> None:
+        self._around.metrics.observe("pdserve_step_seconds", result.duration_s)
+        self._loop.post_threadsafe(StepFinished(result))
+
+    def _on_step_failed(self, step_id: int, reason: str) -> None:
+        self._loop.post_threadsafe(StepFailed(step_id, reason))

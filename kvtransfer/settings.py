@@ -1,0 +1,27 @@
+"""What the handoff takes from a worker's configuration and its model."""
+
+from common.config import WorkerConfig
+from common.engine.loading import LoadedModel
+from common.ids import WorkerRef
+from kvtransfer.plan import ChunkPlanner
+from kvtransfer.session import SessionSettings
+
+
+def chunk_planner(config: WorkerConfig, loaded: LoadedModel) -> ChunkPlanner:
+    """How this model's KV is cut; both sides of a pair must come to the same sizes."""
+    shape = loaded.cache.shape
+    return ChunkPlanner(shape.num_layers, shape.bytes_per_token // shape.num_layers, config.min_chunk_bytes)
+
+
+def session_settings(config: WorkerConfig, loaded: LoadedModel, ref: WorkerRef) -> SessionSettings:
+    """What the sessions of this life of a worker need to know."""
+    return SessionSettings(
+        ref=ref,
+        pairing=loaded.pairing,
+        kv=loaded.cache.data,
+        host=config.host,
+        transport=config.transport,
+        digest=config.digest,
+        max_inflight_bytes=config.max_inflight_bytes,
+        link_timeout_s=config.link_timeout_s,
+    )
