@@ -18,7 +18,9 @@ def run_demo() -> int:
     """Start, ask, show, stop. The exit code of the command."""
     began_s = time.monotonic()
     http_port, grpc_port = _free_ports(2)
-    flags = {"router.http_port": http_port, "router.grpc_port": grpc_port}
+    # A question this short would be prefilled on the decode worker; the demo shows the handoff.
+    disaggregated = {"router.local_prefill_max_tokens": 0}
+    flags = {"router.http_port": http_port, "router.grpc_port": grpc_port, **disaggregated}
     config = with_model(load_settings(flags).config)
     progress("demo", "starting one prefill worker and one decode worker; about 15 seconds")
     code = run_local(config, progress, _ask)
