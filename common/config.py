@@ -5,7 +5,7 @@ Frozen: values discovered at run time (ports, block counts) are arguments of who
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Attention = Literal["auto", "cpu", "triton"]
@@ -99,6 +99,32 @@ class PoolSettings(BaseModel):
     prefill: int = Field(1, ge=0, le=1024)
     decode: int = Field(1, ge=0, le=1024)
     drain_grace_s: float = Field(30.0, ge=0, description="how long a worker that leaves may finish what it has")
+    start_limit_s: float = Field(600.0, gt=0, description="a worker that is not ready by then is replaced")
+
+
+class AutoscaleSettings(BaseModel):
+    """Whether and how the pool controller changes the sizes of the pools by itself."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = False
+    prefill_min: int = Field(1, ge=1, le=1024)
+    prefill_max: int = Field(4, ge=1, le=1024)
+    decode_min: int = Field(1, ge=1, le=1024)
+    decode_max: int = Field(4, ge=1, le=1024)
+    target_ttft_s: float = Field(2.0, gt=0, description="prefill tokens that wait should be done within it")
+    target_tpot_s: float = Field(0.1, gt=0, description="a decode step should take no longer")
+    up_window_s: float = Field(5.0, ge=0, description="more must be needed for so long before a pool grows")
+    stable_window_s: float = Field(300.0, ge=0, description="less must be needed for so long before a pool shrinks")
+    up_cooldown_s: float = Field(60.0, ge=0, description="least time from a change to the next growth")
+    down_cooldown_s: float = Field(60.0, ge=0, description="least time from a change to the next shrinking")
+    router_url: str = Field("", description="HTTP address of a router that tells the load; pdserve up knows its own")
+
+    @model_validator(mode="after")
+    def _has_ordered_limits(self) -> "AutoscaleSettings":
+        if self.prefill_min > self.prefill_max or self.decode_min > self.decode_max:
+            raise ValueError("a pool's min is larger than its max")
+        return self
 
 
 class ClusterConfig(BaseModel):
@@ -110,6 +136,7 @@ class ClusterConfig(BaseModel):
     namespace: str = Field("pdserve", pattern=r"^[A-Za-z0-9._-]{1,128}$", description="prefix of every Redis key")
     model: ModelConfig = ModelConfig()
     pools: PoolSettings = PoolSettings()
+    autoscale: AutoscaleSettings = AutoscaleSettings()
     router: RouterSettings = RouterSettings()
     prefill_worker: WorkerSettings = WorkerSettings()
     decode_worker: WorkerSettings = WorkerSettings()
