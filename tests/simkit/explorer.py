@@ -1,15 +1,16 @@
 """Breadth-first search of every state that a world of real cores can reach. Knows nothing of what it explores.
 
-A world offers choices, applies one, and checks itself; it is copied by pickling, and its pickle is its identity
-(equal states that were pickled differently are explored twice: slower, never wrong). Because the search is breadth
-first, the path to a violation is a shortest one.
+A world offers choices, applies one, and checks itself. Because the search is breadth first, the path to a violation
+is a shortest one.
 """
 
-import pickle
+import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from tests.simkit.snapshots import copy_of, key_of, restore
 
 
 class World(Protocol):
@@ -25,6 +26,10 @@ class World(Protocol):
 
     def check(self) -> None:
         """Raise AssertionError when this state is forbidden."""
+        ...
+
+    def identity_facts(self) -> object:
+        """Where it matters which of two equal objects is meant: two states that differ in this are two."""
         ...
 
     def check_quiet(self) -> None:
@@ -71,14 +76,13 @@ class Exploration:
 
 def explore(start: World, max_states: int) -> Exploration:
     """Visit every reachable state, `max_states` at most. Raises Violation at the first forbidden one."""
-    result = Exploration()
-    frontier = [pickle.dumps(start)]
-    numbers = {frontier[0]: 0}
-    result.num_states = 1
+    result = Exploration(num_states=1)
+    frontier = [(0, copy_of(start))]
+    numbers = {_key(start): 0}
     while frontier:
-        next_frontier: list[bytes] = []
-        for snapshot in frontier:
-            _expand(snapshot, numbers, next_frontier, result)
+        next_frontier: list[tuple[int, bytes]] = []
+        for number, copy in frontier:
+            _expand(number, copy, numbers, next_frontier, result)
             if result.num_states >= max_states:
                 result.is_complete = False
                 return result
@@ -87,26 +91,33 @@ def explore(start: World, max_states: int) -> Exploration:
     return result
 
 
-def _expand(snapshot: bytes, numbers: dict[bytes, int], frontier: list[bytes], result: Exploration) -> None:
-    number = numbers[snapshot]
-    choices = pickle.loads(snapshot).choices()
+def _expand(
+    number: int, copy: bytes, numbers: dict[bytes, int], frontier: list[tuple[int, bytes]], result: Exploration
+) -> None:
+    world: World = restore(copy)
+    choices = world.choices()
     if all(choice.startswith("!") for choice in choices):
         result.num_quiet += 1
         result._quiet.append(number)
-        _guard(pickle.loads(snapshot).check_quiet, result.path(number))
-    for choice in choices:
-        world: World = pickle.loads(snapshot)
-        _guard(lambda world=world, choice=choice: _step(world, choice), [*result.path(number), choice])  # type: ignore[misc]
+        _guard(world.check_quiet, result, number, ())
+    for idx, choice in enumerate(choices):
+        world = world if idx == 0 else restore(copy)
+        _guard(lambda world=world, choice=choice: _step(world, choice), result, number, (choice,))  # type: ignore[misc]
         result.num_transitions += 1
-        after = pickle.dumps(world)
-        target = numbers.get(after)
+        key = _key(world)
+        target = numbers.get(key)
         if target is None:
-            target = numbers[after] = result.num_states
+            target = numbers[key] = result.num_states
             result.num_states += 1
             result._parents[target] = (number, choice)
-            frontier.append(after)
+            frontier.append((target, copy_of(world)))
         if not choice.startswith("!"):
             result._reversed[target].append(number)
+
+
+def _key(world: World) -> bytes:
+    """A digest keeps millions of states small; two that collide would be 2^-128 bad luck."""
+    return hashlib.blake2b(key_of(world, world.identity_facts()), digest_size=16).digest()
 
 
 def _step(world: World, choice: str) -> None:
@@ -114,11 +125,12 @@ def _step(world: World, choice: str) -> None:
     world.check()
 
 
-def _guard(action: object, path: list[str]) -> None:
+def _guard(action: Callable[[], None], result: Exploration, number: int, last: tuple[str, ...]) -> None:
     try:
-        action()  # type: ignore[operator]
-    except AssertionError as error:
-        raise Violation(_story(str(error), path)) from error
+        action()
+    except Exception as error:
+        problem = str(error) if isinstance(error, AssertionError) else repr(error)
+        raise Violation(_story(problem, [*result.path(number), *last])) from error
 
 
 def _story(problem: str, path: list[str]) -> str:

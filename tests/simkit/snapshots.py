@@ -1,0 +1,66 @@
+"""Copies of a world of real cores, and a key that is equal for equal states. Pickling, made fast for dataclasses.
+
+A copy keeps which objects are the same one. The key forgets it, so that two equal states get one key whichever way
+they came about; a world says in `identity_facts` where sameness matters.
+"""
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from operator import attrgetter
+from typing import Any
+
+Reducer = Callable[[Any], tuple[Any, ...]]
+
+
+class _Reducers(dict[type, Reducer]):
+    """Slotted dataclasses and named tuples are their class called with their fields; the rest is pickled as usual."""
+
+    def __missing__(self, cls: type) -> Reducer:
+        reducer = _reducer_of(cls)
+        if reducer is None:
+            raise KeyError(cls)
+        self[cls] = reducer
+        return reducer
+
+
+def _reducer_of(cls: type) -> Reducer | None:
+    if issubclass(cls, tuple):
+        return lambda value: (cls, tuple(value))
+    if issubclass(cls, Enum):
+        return lambda value: (cls, (value.value,))
+    if not is_dataclass(cls) or not hasattr(cls, "__slots__"):
+        return None
+    names = [field.name for field in fields(cls)]
+    if len(names) < 2:
+        return lambda value: (cls, tuple(getattr(value, name) for name in names))
+    all_of = attrgetter(*names)
+    return lambda value: (cls, all_of(value))
+
+
+_REDUCERS = _Reducers()
+
+
+def copy_of(world: object) -> bytes:
+    """What `restore` makes an equal world of."""
+    return _dump(world, is_key=False)
+
+
+def restore(copy: bytes) -> Any:
+    return pickle.loads(copy)
+
+
+def key_of(world: object, identity_facts: object) -> bytes:
+    """Equal for equal states. The world must hold no cycles."""
+    return _dump((world, identity_facts), is_key=True)
+
+
+def _dump(value: object, *, is_key: bool) -> bytes:
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=5)
+    pickler.dispatch_table = _REDUCERS
+    pickler.fast = is_key
+    pickler.dump(value)
+    return buffer.getvalue()
