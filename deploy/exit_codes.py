@@ -10,6 +10,8 @@ _CODES = {
     ("deploy.admin", "Unhealthy"): _UNHEALTHY,
     ("deploy.admin", "AdminFailed"): _FAILED,
     ("deploy.generate", "GenerateFailed"): _FAILED,
+    ("deploy.bench.bench", "BenchFailed"): _FAILED,
+    ("deploy.bench.traces", "InvalidTrace"): _USAGE,
     ("router.listening", "PortInUse"): _FAILED,
     ("common.checkpoint.spec", "CheckpointError"): _FAILED,
     ("common.errors", "PdserveError"): _FAILED,

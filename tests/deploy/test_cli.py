@@ -49,7 +49,7 @@ def test_up_has_the_promised_options() -> None:
 def test_commands_are_listed() -> None:
     text = run("--help").stdout
     for command in ("up", "generate", "status", "scale", "drain", "router", "worker", "config", "demo", "fetch-model",
-        "explain", "top", "doctor",
+        "explain", "top", "doctor", "bench",
     ):  # fmt: skip
         assert f"\n  {command} " in text
 
@@ -66,6 +66,14 @@ def test_commands_are_listed() -> None:
         (["up", "--model", "/nonexistent"], 1, "no model at /nonexistent"),
         (["status", "--url", "http://127.0.0.1:9"], 1, "is pdserve up running"),
         (["generate", "hi", "--server", "127.0.0.1:9"], 1, "is pdserve up running"),
+        (["explain", "x", "--url", "http://127.0.0.1:9"], 1, "is pdserve up running"),
+        (["top", "--once", "--url", "http://127.0.0.1:9"], 1, "is pdserve up running"),
+        (["doctor", "--for", "nothing"], 2, "nothing"),
+        (["bench", "--url", "http://127.0.0.1:9"], 1, "no connection to 127.0.0.1:9"),
+        (["bench", "--dataset", "mooncake"], 2, "needs --trace"),
+        (["bench", "--dataset", "mooncake", "--trace", "/nonexistent"], 2, "/nonexistent"),
+        (["bench", "--dataset", "shared-prefix", "--input-len", "9"], 2, "longer than --input-len"),
+        (["bench", "--goodput", "speed:1"], 2, "NAME:MILLISECONDS"),
     ],
 )
 def test_failures_are_one_line_and_an_exit_code(arguments: list[str], code: int, message: str) -> None:
