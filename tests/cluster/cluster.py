@@ -31,7 +31,8 @@ class Cluster:
         self.log_path = log_path
 
     def get(self, path: str) -> Any:
-        reply = httpx.get(f"{self.url}{path}", timeout=10)
+        key = os.environ.get("PDSERVE_ROUTER_ADMIN_KEY", "")
+        reply = httpx.get(f"{self.url}{path}", headers={"x-admin-key": key}, timeout=10)
         reply.raise_for_status()
         return reply.json()
 
