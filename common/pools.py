@@ -2,9 +2,10 @@
 
     {namespace}:pools         hash    prefill, decode: how many workers are wanted
     {namespace}:pools:status  string  what the controller sees, as JSON
+    {namespace}:pools:kept    string  the last sizes and the configured ones that they changed, as JSON
 
 The controller owns both and keeps them alive: keys that are gone mean that no controller runs. Others only change a
-size that exists.
+size that exists. Kept sizes live on: a controller that begins takes them, unless it was configured anew.
 """
 
 import asyncio
@@ -46,6 +47,7 @@ class PoolStore:
         self._resize = self._redis.register_script(_RESIZE)
         self._sizes_key = f"{namespace}:pools"
         self._status_key = f"{namespace}:pools:status"
+        self._kept_key = f"{namespace}:pools:kept"
 
     async def set_desired(self, role: str, replicas: int) -> None:
         """Ask the controller for another size. Raises InvalidRequest when none runs or the size makes no sense."""
@@ -86,6 +88,26 @@ class PoolStore:
             async with asyncio.timeout(TIMEOUT_S):
                 return _sizes(await self._announce(keys=[self._sizes_key, self._status_key], args=args))
         except REDIS_ERRORS:
+            return None
+
+    async def keep(self, configured: Mapping[str, int], desired: Mapping[str, int]) -> bool:
+        """Remember sizes beyond the controller's life. False when Redis can't be asked."""
+        value = json.dumps({"configured": dict(configured), "desired": dict(desired)})
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return bool(await self._redis.set(self._kept_key, value))
+        except REDIS_ERRORS:
+            return False
+
+    async def get_kept(self, configured: Mapping[str, int]) -> dict[str, int] | None:
+        """The sizes of the last controller that was configured alike; None when there are none."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                value = await self._redis.getrange(self._kept_key, 0, 1 << 10)
+            kept = json.loads(value)
+            is_alike = kept["configured"] == dict(configured)
+            return _sizes([str(kept["desired"][role]).encode() for role in ROLES]) if is_alike else None
+        except (*REDIS_ERRORS, ValueError, KeyError, TypeError):
             return None
 
     async def withdraw(self) -> None:

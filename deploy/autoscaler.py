@@ -130,7 +130,7 @@ class Autoscaler:
             pool.changes.append(Change(now_s, load.size, desired, reason))
         return pool.decision
 
-    def status(self, now_s: float) -> dict[str, object]:
+    def status(self, now_s: float) -> dict[str, dict[str, object]]:
         """Per pool: the last decision with its reason, and the last changes, newest first."""
         return {role.value: _status(pool, now_s) for role, pool in self._pools.items() if pool.decision is not None}
 

@@ -53,6 +53,9 @@ GrpcPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Port of th
 LocalPrefill = Annotated[
     int | None, typer.Option(min=0, help="Up to so many uncached tokens are prefilled on the decode worker.")
 ]
+Autoscale = Annotated[
+    bool | None, typer.Option("--autoscale/--no-autoscale", help="Let the load decide the sizes, within autoscale.*.")
+]
 Server = Annotated[str, typer.Option(envvar="PDSERVE_SERVER", help="gRPC address of a router.")]
 Url = Annotated[str, typer.Option(envvar="PDSERVE_URL", help="HTTP address of a router.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -72,6 +75,7 @@ def up(
     dtype: Annotated[Dtype | None, typer.Option(help="Weights and KV cache.")] = None,
     attention: Annotated[Attention | None, typer.Option(help="Attention kernels.")] = None,
     local_prefill_max_tokens: LocalPrefill = None,
+    autoscale: Autoscale = None,
     redis_url: RedisUrl = None,
     config: ConfigFile = None,
     json: AsJson = False,
@@ -87,6 +91,7 @@ def up(
         "router.http_port": http_port,
         "router.grpc_port": grpc_port,
         "router.local_prefill_max_tokens": local_prefill_max_tokens,
+        "autoscale.enabled": autoscale,
         "redis_url": redis_url,
     }
     for pool in ("prefill_worker", "decode_worker"):
@@ -236,6 +241,29 @@ def worker(
     pool = f"{role.value}_worker"
     flags = {"model.path": model, f"{pool}.host": host, f"{pool}.port": port, "redis_url": redis_url}
     run_one_worker(load_settings(flags, config).config, role.value, worker_id)
+
+
+@app.command()
+def deploy(
+    ray_address: Annotated[str, typer.Option(help="Ray cluster, as HOST:PORT or auto; this is one of its nodes.")],
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers (1).")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="Decode workers (1).")] = None,
+    autoscale: Autoscale = None,
+    down: Annotated[bool, typer.Option("--down", help="Drain and end every worker instead.")] = False,
+    redis_url: RedisUrl = None,
+    config: ConfigFile = None,
+) -> None:
+    """Keep both pools on an existing Ray cluster. Workers outlive this command; --down ends them."""
+    from deploy.commands import run_deploy
+    from deploy.settings import load_settings
+
+    flags = {
+        "pools.prefill": prefill,
+        "pools.decode": decode,
+        "autoscale.enabled": autoscale,
+        "redis_url": redis_url,
+    }
+    raise typer.Exit(run_deploy(load_settings(flags, config).config, ray_address, is_down=down))
 
 
 @app.command("fetch-model")

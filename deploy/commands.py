@@ -63,6 +63,7 @@ def show_status(url: str, *, as_json: bool) -> int:
     else:
         print(show.pools_line(state["workers"]))
         print("\n".join(show.workers_table(state["workers"])))
+        print("\n".join(show.controller_lines(state.get("pools") or {})))
         print(f"queued in the router: {state.get('num_queued', 0)}, running: {state.get('num_running', 0)}")
         for reason in readiness.get("reasons", []):
             print(f"not ready: {reason}")
@@ -100,7 +101,19 @@ def run_router(config: ClusterConfig) -> None:
     config = with_model(_with_redis(config))
     configure_logs(config.router.router_id)
     pools = PoolStore(config.redis_url, config.namespace)
-    run(config.router_config(), scale_pool=pools.set_desired)
+    run(config.router_config(), scale_pool=pools.set_desired, pool_status=pools.get_status)
+
+
+def run_deploy(config: ClusterConfig, ray_address: str, *, is_down: bool) -> int:
+    """`pdserve deploy`: keeps the pools on a Ray cluster until a signal. Models are where the nodes have them."""
+    from deploy import deploy_ray
+
+    config = _with_redis(config)
+    if not config.model.path:
+        raise InvalidSettings("model.path is not set: name a model that every node has")
+    if config.autoscale.enabled and not config.autoscale.router_url:
+        raise InvalidSettings("autoscale.router_url is not set: the load is asked of a router")
+    return deploy_ray.run_deploy(config, ray_address, progress, is_down=is_down)
 
 
 def run_one_worker(config: ClusterConfig, role: Literal["prefill", "decode"], worker_id: str) -> None:

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 from common.config import ClusterConfig
 from common.pools import PoolStore
+from deploy.admin import AdminClient
+from deploy.autoscale_loop import AutoscaleLoop
+from deploy.placement import LocalPlacement
 from deploy.process import StartFailed
 from deploy.ray_local import local_ray
 from deploy.ray_pool import RayPools
@@ -107,7 +110,7 @@ class _Running:
         self._redis = services.redis
         self._router = services.router
         self._report = report
-        self._pools = RayPools(services.config, report)
+        self._pools = RayPools(services.config, report, LocalPlacement(services.config), self._autoscaler())
         self._was_ready = False
 
     async def main(self, use: Use, parent_pid: int) -> int:
@@ -124,6 +127,12 @@ class _Running:
                 await asyncio.gather(controller, return_exceptions=True)
                 await store.withdraw()
                 await store.close()
+
+    def _autoscaler(self) -> AutoscaleLoop | None:
+        if not self._config.autoscale.enabled:
+            return None
+        client = AdminClient(LocalCluster(self._config).http_url, self._config.router.admin_key)
+        return AutoscaleLoop(self._config.autoscale, client, self._report)
 
     async def _use_when_ready(self, use: Use) -> int:
         while not await self._router.is_ready():

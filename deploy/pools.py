@@ -42,6 +42,14 @@ class SizeSet:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """A controller begins: the sizes wanted, and (role, worker_id) of workers that an earlier one left running."""
+
+    sizes: tuple[tuple[Role, int], ...]
+    found: tuple[tuple[Role, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReady:
     worker_id: str
 
@@ -54,7 +62,7 @@ class WorkerEnded:
     reason: str
 
 
-PoolEvent = SizeSet | WorkerReady | WorkerEnded
+PoolEvent = Begun | SizeSet | WorkerReady | WorkerEnded
 
 
 # ---- effects ----------------------------------------------------------------------------------------
@@ -87,7 +95,7 @@ PoolEffect = StartWorker | DrainWorker | KillWorker
 
 @dataclass(slots=True)
 class Member:
-    """One worker of a pool. `deadline_s`: when it is killed unless it gets on."""
+    """One worker of a pool. `deadline_s`: when it is killed unless it gets on. `is_found`: it may serve already."""
 
     worker_id: str
     role: Role
@@ -95,6 +103,7 @@ class Member:
     phase: Phase
     since_s: float
     deadline_s: float | None
+    is_found: bool = False
 
     def enter(self, phase: Phase, now_s: float, deadline_s: float | None = None) -> None:
         self.phase, self.since_s, self.deadline_s = phase, now_s, deadline_s
@@ -133,8 +142,9 @@ class PoolStatus:
 class PoolCore:
     """Owns the desired sizes and the members of both pools."""
 
-    def __init__(self, drain_grace_s: float) -> None:
+    def __init__(self, drain_grace_s: float, start_limit_s: float = START_LIMIT_S) -> None:
         self._drain_grace_s = drain_grace_s
+        self._start_limit_s = start_limit_s
         self._pools = {role: Pool() for role in Role}
         self._members: dict[str, Member] = {}
         self._num_births = 0
@@ -153,6 +163,8 @@ class PoolCore:
     def handle(self, event: PoolEvent, now_s: float) -> list[PoolEffect]:
         """Take in what happened; answers what to do about it."""
         match event:
+            case Begun(sizes, found):
+                self._begin(sizes, found, now_s)
             case SizeSet(role, replicas):
                 self._pools[role].replicas = replicas
             case WorkerReady(worker_id):
@@ -183,6 +195,12 @@ class PoolCore:
             assert member.worker_id == worker_id
             assert (member.deadline_s is None) == (member.phase in (Phase.READY, Phase.KILLED))
 
+    def _begin(self, sizes: Sequence[tuple[Role, int]], found: Sequence[tuple[Role, str]], now_s: float) -> None:
+        for role, replicas in sizes:
+            self._pools[role].replicas = replicas
+        for role, worker_id in found:
+            self._add(role, worker_id, now_s, is_found=True)
+
     def _on_ready(self, worker_id: str, now_s: float) -> None:
         member = self._members[worker_id]
         if member.phase is Phase.STARTING:
@@ -208,20 +226,26 @@ class PoolCore:
 
     def _start(self, role: Role, now_s: float) -> PoolEffect:
         worker_id = self._free_id(role)
-        self._num_births += 1
-        member = Member(worker_id, role, self._num_births, Phase.STARTING, now_s, now_s + START_LIMIT_S)
-        self._members[worker_id] = member
+        self._add(role, worker_id, now_s, is_found=False)
         return StartWorker(role, worker_id)
 
+    def _add(self, role: Role, worker_id: str, now_s: float, *, is_found: bool) -> None:
+        self._num_births += 1
+        deadline_s = now_s + self._start_limit_s
+        self._members[worker_id] = Member(
+            worker_id, role, self._num_births, Phase.STARTING, now_s, deadline_s, is_found
+        )
+
     def _remove(self, member: Member, now_s: float) -> Sequence[PoolEffect]:
-        if member.phase is Phase.STARTING:
+        if member.phase is Phase.STARTING and not member.is_found:
             return self._kill(member, now_s)  # it has served nobody
         member.enter(Phase.DRAINING, now_s, now_s + self._drain_grace_s + KILL_MARGIN_S)
         return [DrainWorker(member.worker_id, self._drain_grace_s)]
 
     def _kill(self, member: Member, now_s: float) -> Sequence[PoolEffect]:
-        if member.phase is Phase.STARTING and now_s - member.since_s >= START_LIMIT_S:
-            self._pools[member.role].note_crash(now_s, f"{member.worker_id}: not ready after {START_LIMIT_S:.0f} s")
+        if member.phase is Phase.STARTING and now_s - member.since_s >= self._start_limit_s:
+            reason = f"{member.worker_id}: not ready after {self._start_limit_s:.0f} s"
+            self._pools[member.role].note_crash(now_s, reason)
         member.enter(Phase.KILLED, now_s)
         return [KillWorker(member.worker_id)]
 

@@ -6,7 +6,8 @@ the pool core replaces it with a new actor, which draws a new incarnation.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +15,10 @@ from common.config import ClusterConfig
 from common.core_loop import CoreLoop
 from common.messages import Role
 from common.pools import PoolStore
+from deploy.autoscale_loop import AutoscaleLoop
+from deploy.placement import Placement
 from deploy.pools import (
+    Begun,
     DrainWorker,
     KillWorker,
     PoolCore,
@@ -27,10 +31,12 @@ from deploy.pools import (
     WorkerReady,
 )
 from deploy.ray_local import resource_name
-from deploy.worker_actor import ACTOR_CLASSES, WorkerActor
-from deploy.worker_env import has_gpu, num_cores, num_threads_per_worker, worker_environment, worker_settings
 
 ANNOUNCE_INTERVAL_S = 0.5
+# One look at whether a worker has ended; its end is told at once in any case.
+WAIT_S = 30.0
+# An actor that is not on a node by then waits for one, and that is told.
+PLACING_S = 10.0
 _MAX_REASON_CHARS = 400
 
 # (worker id, what happened to it, in words)
@@ -41,27 +47,34 @@ class RayPools:
     """Owns the actors of one cluster. Make it inside the running loop; `run` does the work, `empty` ends it."""
 
     def __init__(
-        self, config: ClusterConfig, report: Report, actor_classes: Mapping[Role, str] = ACTOR_CLASSES
+        self, config: ClusterConfig, report: Report, placement: Placement, autoscaler: AutoscaleLoop | None = None
     ) -> None:
         self.changed = asyncio.Event()
-        self._config = config
-        self._actor_classes = actor_classes
+        self._placement = placement
         self._report = report
-        self._core = PoolCore(config.pools.drain_grace_s)
+        self._autoscaler = autoscaler
+        self._configured = {"prefill": config.pools.prefill, "decode": config.pools.decode}
+        self._core = PoolCore(config.pools.drain_grace_s, config.pools.start_limit_s)
         self._loop: CoreLoop[PoolEvent, PoolEffect] = CoreLoop(self._core, self._perform)
         self._handles: dict[str, Any] = {}  # Ray's actor handles have no type of their own
         self._tasks: asyncio.TaskGroup | None = None
-        self._num_threads = num_threads_per_worker(config, num_cores())
+        self._kept: dict[str, int] = {}
+        self._requested: dict[str, int] = {}
         self._is_emptying = False
+        self._has_begun = asyncio.Event()
 
     async def run(self, store: PoolStore) -> None:
         """Bring the pools to their configured sizes and keep them at whatever Redis asks for, until cancelled."""
         async with asyncio.TaskGroup() as self._tasks:
-            self.resize(self._config.pools.prefill, self._config.pools.decode)
+            await self._begin(store)
+            if self._autoscaler is not None:
+                self._tasks.create_task(self._autoscaler.run(store))
             while True:
                 wanted = await store.announce(self._core.desired(), self._status_json())
                 if wanted is not None and wanted != self._core.desired() and not self._is_emptying:
                     self.resize(wanted["prefill"], wanted["decode"])
+                if self._placement.is_lasting:
+                    await self._make_last(store)
                 await asyncio.sleep(ANNOUNCE_INTERVAL_S)
 
     def resize(self, prefill: int, decode: int) -> None:
@@ -72,6 +85,7 @@ class RayPools:
     async def empty(self) -> None:
         """Drain and end every worker; returns when all are gone. Bounded by the drain grace."""
         self._is_emptying = True
+        await self._has_begun.wait()
         self.resize(0, 0)
         while self._core.num_members:
             self.changed.clear()
@@ -85,8 +99,47 @@ class RayPools:
     def status(self) -> list[PoolStatus]:
         return self._core.status(time.monotonic())
 
+    async def _begin(self, store: PoolStore) -> None:
+        """Take over what an earlier controller left; without Redis, no found worker is one too many."""
+        assert self._tasks is not None
+        found = await asyncio.to_thread(self._placement.find)
+        kept = await store.get_kept(self._configured) if self._placement.is_lasting else None
+        first = await store.announce(kept or self._configured, {})
+        if first is None:
+            num_found = Counter(worker.role.value for worker in found)
+            first = {role: max(size, num_found[role]) for role, size in self._configured.items()}
+        if self._is_emptying:
+            first = dict.fromkeys(first, 0)
+        self._handles |= {worker.worker_id: worker.handle for worker in found}
+        sizes = tuple((role, first[role.value]) for role in Role)
+        self._loop.post(Begun(sizes, tuple((worker.role, worker.worker_id) for worker in found)))
+        for worker in found:
+            self._tasks.create_task(self._follow(worker.role, worker.worker_id))
+        self._has_begun.set()
+        self._note_change()
+
+    async def _make_last(self, store: PoolStore) -> None:
+        """Remember the sizes, and ask for nodes: for leaving workers too, whose nodes are in use."""
+        desired = self._core.desired()
+        if self._kept != desired and await store.keep(self._configured, desired):
+            self._kept = desired
+        needed = {status.role.value: status.desired + status.draining for status in self.status()}
+        if self._requested != needed:
+            self._requested = needed
+            await self._request_nodes(needed)
+
+    async def _request_nodes(self, needed: dict[str, int]) -> None:
+        try:
+            await asyncio.to_thread(self._placement.request_nodes, needed)
+        except Exception as error:  # Ray's own and gRPC's; actors that wait for a node are a request, too
+            self._report("ray", f"nodes cannot be asked for: {_reason(error)}")
+
     def _status_json(self) -> dict[str, object]:
-        return {status.role.value: asdict(status) for status in self.status()}
+        autoscaled = self._autoscaler.status() if self._autoscaler is not None else {}
+        return {
+            status.role.value: {**asdict(status), "autoscale": autoscaled.get(status.role.value)}
+            for status in self.status()
+        }
 
     def _note_change(self) -> None:
         self._core.check_invariants()
@@ -96,29 +149,13 @@ class RayPools:
         assert self._tasks is not None
         match effect:
             case StartWorker(role, worker_id):
-                self._handles[worker_id] = self._create_actor(role, worker_id)
+                self._handles[worker_id] = self._placement.create(role, worker_id)
                 self._tasks.create_task(self._follow(role, worker_id))
             case DrainWorker(worker_id, grace_s):
                 self._report(worker_id, "draining")
                 self._handles[worker_id].drain.remote(grace_s)
             case KillWorker(worker_id):
                 _kill(self._handles[worker_id])
-
-    def _create_actor(self, role: Role, worker_id: str) -> Any:
-        import ray
-
-        settings = worker_settings(self._config, role, self._num_threads)
-        field = f"{role.value}_worker"
-        config = self._config.model_copy(update={field: settings}).worker_config(role.value, worker_id)
-        actor = ray.remote(WorkerActor).options(
-            num_cpus=0,
-            resources={resource_name(role): 1},
-            max_restarts=0,
-            max_task_retries=0,
-            max_concurrency=8,  # `wait` blocks one of them for the worker's whole life
-            runtime_env={"env_vars": worker_environment(settings, has_gpu=has_gpu())},
-        )
-        return actor.remote(self._actor_classes[role], config.model_dump_json())
 
     async def _follow(self, role: Role, worker_id: str) -> None:
         """One life of a worker, from its start to its end."""
@@ -127,11 +164,12 @@ class RayPools:
         started_s = time.monotonic()
         reason = ""
         try:
-            description = await handle.start.remote()
+            description = await self._started(role, worker_id)
             self._report(worker_id, _ready_text(description, time.monotonic() - started_s))
             self._loop.post(WorkerReady(worker_id))
             self._note_change()
-            await handle.wait.remote()
+            while not await handle.wait.remote(WAIT_S):
+                pass
         except Exception as error:  # whatever ended a worker's process: it becomes an event with its reason
             reason = _reason(error)
         _kill(handle)
@@ -139,6 +177,25 @@ class RayPools:
         self._report(worker_id, f"ended: {reason}" if reason else "ended")
         self._loop.post(WorkerEnded(worker_id, reason))
         self._note_change()
+
+    async def _started(self, role: Role, worker_id: str) -> dict[str, Any]:
+        """The worker's description, once it is ready."""
+        starting = asyncio.ensure_future(_result(self._handles[worker_id].start.remote()))
+        placed = asyncio.ensure_future(_result(self._handles[worker_id].__ray_ready__.remote()))
+        try:
+            await asyncio.wait([placed, starting], timeout=PLACING_S, return_when=asyncio.FIRST_COMPLETED)
+            if not placed.done() and not starting.done():
+                self._report(worker_id, f"waits for a Ray node that offers {resource_name(role)}")
+            description: dict[str, Any] = await starting
+            return description
+        finally:
+            starting.cancel()
+            placed.cancel()
+            await asyncio.gather(starting, placed, return_exceptions=True)
+
+
+async def _result(reference: Any) -> Any:
+    return await reference
 
 
 def _ready_text(description: dict[str, Any], took_s: float) -> str:

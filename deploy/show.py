@@ -18,6 +18,8 @@ _COLUMNS = (
     ("blocks", "kv_blocks_total"),
 )
 
+_NUM_CHANGES = 3
+
 
 def table(rows: Sequence[Sequence[object]]) -> list[str]:
     """Rows as aligned columns, the first row as their names; numbers to the right."""
@@ -48,6 +50,22 @@ def pools_line(workers: Sequence[Mapping[str, Any]]) -> str:
         counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states, key=_state_order))]
         parts.append(f"{role}: {', '.join(counts) or 'none'}")
     return "; ".join(parts)
+
+
+def controller_lines(pools: Mapping[str, Any]) -> list[str]:
+    """What the pool controller wants and why, a line per pool and thing; empty without a controller."""
+    lines = []
+    for role, pool in pools.items():
+        if pool["retry_in_s"] > 0:
+            lines.append(f"{role}: next start in {pool['retry_in_s']:.0f} s; {pool['last_failure']}")
+        if autoscale := pool.get("autoscale"):
+            text = autoscale["problem"] or autoscale["reason"]
+            lines.append(f"{role}: autoscaled, {pool['desired']} wanted: {text}")
+            lines += [
+                f"{role}: {change['age_s']:.0f} s ago {change['from']} -> {change['to']}: {change['reason']}"
+                for change in autoscale.get("changes", ())[:_NUM_CHANGES]
+            ]
+    return lines
 
 
 def endpoints(http_url: str, grpc_address: str, model: str) -> list[str]:

@@ -3,6 +3,7 @@ actors never loads torch. No decisions here.
 """
 
 import importlib
+import threading
 from typing import Any, Protocol, cast
 
 from common.messages import Role
@@ -18,7 +19,7 @@ class HostedWorker(Protocol):
 
     def start(self) -> dict[str, Any]: ...
 
-    def wait(self) -> None: ...
+    def wait(self, limit_s: float) -> bool: ...
 
     def drain(self, grace_s: float) -> None: ...
 
@@ -26,19 +27,34 @@ class HostedWorker(Protocol):
 
 
 class WorkerActor:
-    """One worker in an actor process. `class_name` is "module:Class", made with the configuration as JSON."""
+    """One worker in an actor process. `class_name` is "module:Class", made with the configuration as JSON.
 
-    def __init__(self, class_name: str, config_json: str) -> None:
+    `is_fitted_to_node`: the configuration leaves address, threads and GPU to the node that the actor is on.
+    """
+
+    def __init__(self, class_name: str, config_json: str, *, is_fitted_to_node: bool = False) -> None:
+        if is_fitted_to_node:
+            from deploy.node import fit_to_node
+
+            config_json = fit_to_node(config_json)
         module, _, name = class_name.partition(":")
         self._worker = cast(HostedWorker, getattr(importlib.import_module(module), name)(config_json))
+        self._starting = threading.Lock()
+        self._description: dict[str, Any] | None = None
 
     def start(self) -> dict[str, Any]:
-        """Load and serve; the worker's description once it is ready."""
-        return self._worker.start()
+        """Load and serve; the worker's description once it is ready. A later controller asks again."""
+        with self._starting:
+            if self._description is None:
+                self._description = self._worker.start()
+            return self._description
 
-    def wait(self) -> None:
-        """Return when the worker has ended after a drain; raise what ended it otherwise."""
-        self._worker.wait()
+    def wait(self, limit_s: float) -> bool:
+        """True when the worker has ended after a drain, False when `limit_s` is over; raises what ended it otherwise.
+
+        Limited, since nobody ends the call of a controller that is gone.
+        """
+        return self._worker.wait(limit_s)
 
     def drain(self, grace_s: float) -> None:
         self._worker.drain(grace_s)

@@ -25,7 +25,7 @@ from common.telemetry.logs import get_logger
 from common.telemetry.metrics import Metrics
 from router.frontend import Frontend
 from router.grpc_server import GrpcServer
-from router.http_admin import AdminHooks, ScalePool
+from router.http_admin import AdminHooks, PoolStatus, ScalePool
 from router.http_generation import HttpSettings
 from router.http_server import build_app
 from router.listening import HttpServer, bind
@@ -51,23 +51,31 @@ class RouterPorts:
 OnReady = Callable[[RouterPorts], None]
 
 
-def run(config: RouterConfig, *, scale_pool: ScalePool | None = None, on_ready: OnReady | None = None) -> None:
+def run(
+    config: RouterConfig,
+    *,
+    scale_pool: ScalePool | None = None,
+    pool_status: PoolStatus | None = None,
+    on_ready: OnReady | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, on uvloop. Blocks. Raises PortInUse."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, scale_pool=scale_pool, on_ready=on_ready))
+        runner.run(serve(config, scale_pool=scale_pool, pool_status=pool_status, on_ready=on_ready))
 
 
 async def serve(
     config: RouterConfig,
     *,
     scale_pool: ScalePool | None = None,
+    pool_status: PoolStatus | None = None,
     on_ready: OnReady | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Serve both APIs until `stop` is set; without one, until SIGTERM or SIGINT. Then drain.
 
-    `scale_pool(role, replicas)` is what `POST /admin/v1/pools/{role}` calls. `on_ready` is called once both ports
-    answer; whether a request would find workers is what `/ready` says. Raises PortInUse, or what broke the service.
+    `scale_pool(role, replicas)` is what `POST /admin/v1/pools/{role}` calls, `pool_status()` what `/admin/v1/state`
+    shows of the pools. `on_ready` is called once both ports answer; whether a request would find workers is what
+    `/ready` says. Raises PortInUse, or what broke the service.
     """
     async with AsyncExitStack() as stack:
         stop = stop or stack.enter_context(_StopSignals()).stop
@@ -76,10 +84,10 @@ async def serve(
         model, tokenizer = _open_model(config)
         metrics = _metrics(config, model)
         service = await stack.enter_async_context(_service(config, metrics))
-        validator = Validator(model, config.default_deadline_s, random.SystemRandom())
+        validator = Validator(model, config.default_deadline_s, random.Random())
         frontend = Frontend(service, tokenizer, model, validator, metrics)
         grpc_server = GrpcServer(frontend, config.max_body_bytes, _address(config.host, config.grpc_port))
-        hooks = AdminHooks(metrics.exposition, _version(), scale_pool)
+        hooks = AdminHooks(metrics.exposition, _version(), scale_pool, pool_status)
         settings = HttpSettings(config.max_body_bytes, config.sse_keep_alive_s, config.admin_key)
         http_server = HttpServer(build_app(frontend, settings, hooks), listener)
         await grpc_server.start()

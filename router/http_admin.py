@@ -25,6 +25,7 @@ DEFAULT_DRAIN_GRACE_S = 30.0
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 ScalePool = Callable[[str, int], Awaitable[object]]
+PoolStatus = Callable[[], Awaitable[object]]
 
 
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,11 +38,16 @@ class PoolBody(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class AdminHooks:
-    """What the process around us supplies. `scale_pool(role, replicas)` sets a pool's desired size, where it can."""
+    """What the process around us supplies.
+
+    `scale_pool(role, replicas)` sets a pool's desired size, where it can. `pool_status()` is what the pool controller
+    last said, None when there is none.
+    """
 
     exposition: Callable[[], bytes]
     version: str
     scale_pool: ScalePool | None = None
+    pool_status: PoolStatus | None = None
 
 
 class AdminEndpoints:
@@ -98,7 +104,16 @@ class AdminEndpoints:
         return json_response({"prompt": self._frontend.detokenize(body.tokens, "tokens")})
 
     async def state(self, request: Request) -> Response:
-        return json_response(self._service.state())
+        state = self._service.state()
+        pools = None if self._hooks.pool_status is None else await self._hooks.pool_status()
+        return json_response(
+            {
+                "workers": state.workers,
+                "num_queued": state.num_queued,
+                "num_running": state.num_running,
+                "pools": pools,
+            }
+        )
 
     async def requests(self, request: Request) -> Response:
         return json_response({"requests": self._service.request_records(_NUM_RECORDS)})

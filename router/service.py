@@ -271,5 +271,8 @@ def _view(worker: Worker) -> WorkerView:
         pairing_key=hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16],
         kv_dtype=fields.get("dtype", ""),
         device=info.device,
-        num_preemptions=worker.stats.num_preemptions,
+        num_preemptions=stats.num_preemptions,
+        max_num_seqs=info.max_num_seqs,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        step_s=stats.step_s,
     )

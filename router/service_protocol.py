@@ -43,6 +43,9 @@ class WorkerView:
     kv_dtype: str = ""
     device: str = ""
     num_preemptions: int = 0
+    max_num_seqs: int = 0
+    prefill_tokens_per_s: float = 0.0
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

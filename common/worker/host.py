@@ -6,7 +6,7 @@ The actor's own threads only start, drain and wait; no token ever passes through
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import uvloop
@@ -33,9 +33,12 @@ class WorkerHost:
         self._thread.start()
         return self._ready.result()
 
-    def wait(self) -> None:
-        """Return when the worker has ended by drain or stop; raise what ended it otherwise."""
-        self._ended.result()
+    def wait(self, limit_s: float) -> bool:
+        """True when the worker has ended by drain or stop, False after `limit_s`; raises what ended it otherwise."""
+        done, _ = wait([self._ended], limit_s)
+        if done:
+            self._ended.result()
+        return bool(done)
 
     def drain(self, grace_s: float) -> None:
         """Refuse new work, finish what is there, end. Returns at once."""

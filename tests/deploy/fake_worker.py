@@ -22,10 +22,10 @@ class FakeWorker:
         if directory.is_dir():
             environment = "\n".join(f"{name}={value}" for name, value in os.environ.items())
             (directory / self._config.worker_id).write_text(environment)
-        return {"worker_id": self._config.worker_id, "pid": os.getpid(), "address": "127.0.0.1:1"}
+        return {"worker_id": self._config.worker_id, "pid": os.getpid(), "address": f"{self._config.host}:1"}
 
-    def wait(self) -> None:
-        self._drained.wait()
+    def wait(self, limit_s: float) -> bool:
+        return self._drained.wait(limit_s)
 
     def drain(self, grace_s: float) -> None:
         if self._config.model.path != "stubborn":

@@ -14,6 +14,7 @@ import pytest
 from common.config import ClusterConfig, ModelConfig, PoolSettings
 from common.messages import Role
 from common.pools import PoolStore
+from deploy.placement import LocalPlacement
 from deploy.ray_local import local_ray
 from deploy.ray_pool import RayPools
 from deploy.session import session
@@ -44,8 +45,11 @@ class Rig:
 
     def __init__(self, config: ClusterConfig) -> None:
         self.reports: list[tuple[str, str]] = []
-        self.pools = RayPools(config, lambda who, what: self.reports.append((who, what)), FAKE)
+        self.pools = RayPools(config, self._report, LocalPlacement(config, FAKE))
         self.store = PoolStore(config.redis_url, config.namespace)
+
+    def _report(self, who: str, what: str) -> None:
+        self.reports.append((who, what))
 
     async def until_sizes(self, prefill: int, decode: int) -> None:
         """Wait until exactly so many are ready and nobody is on the way in or out."""

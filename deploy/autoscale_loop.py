@@ -1,0 +1,76 @@
+"""Feeds the autoscaler what a router sees, and writes the sizes that it decides where the pool controller reads them.
+
+A router or a Redis that is away means that nothing is known: sizes stay as they are. No decisions here.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from common.config import AutoscaleSettings
+from common.errors import PdserveError
+from common.messages import Role
+from common.pools import PoolStore
+from deploy.admin import AdminClient, AdminFailed
+from deploy.autoscaler import Autoscaler, PoolLoad, WorkerLoad
+
+INTERVAL_S = 1.0
+
+Report = Callable[[str, str], None]
+
+
+class AutoscaleLoop:
+    """Owns the autoscaler of one cluster. `run` it beside the pool controller."""
+
+    def __init__(self, settings: AutoscaleSettings, client: AdminClient, report: Report) -> None:
+        self._autoscaler = Autoscaler(settings)
+        self._client = client
+        self._report = report
+        self._problem = "nothing is known of the load yet"
+
+    async def run(self, store: PoolStore) -> None:
+        """Look once per interval, until cancelled."""
+        while True:
+            try:
+                await self._look(store)
+                self._problem = ""
+            except (AdminFailed, PdserveError) as error:
+                self._problem = str(error)
+            await asyncio.sleep(INTERVAL_S)
+
+    def status(self) -> dict[str, dict[str, object]]:
+        """Per pool, what was decided and why; `problem` = why nothing is decided now."""
+        decided = self._autoscaler.status(time.monotonic())
+        return {role.value: {**decided.get(role.value, {}), "problem": self._problem} for role in Role}
+
+    async def _look(self, store: PoolStore) -> None:
+        state = await asyncio.to_thread(self._client.state)
+        sizes = await store.get_desired()
+        if sizes is None:
+            raise PdserveError("the pool sizes cannot be read from Redis")
+        for role in Role:
+            decision = self._autoscaler.decide(role, pool_load(state, role, sizes[role.value]), time.monotonic())
+            if decision.is_change:
+                self._report("autoscaler", f"{role.value} {decision.size} -> {decision.desired}: {decision.reason}")
+                await store.set_desired(role.value, decision.desired)
+
+
+def pool_load(state: Mapping[str, Any], role: Role, size: int) -> PoolLoad:
+    """A pool as `/admin/v1/state` shows it. Requests that wait in the router wait for a decode worker's grant."""
+    ready = [worker for worker in state["workers"] if worker["role"] == role.value and worker["state"] == "ready"]
+    num_queued = int(state["num_queued"]) if role is Role.DECODE else 0
+    return PoolLoad(size, tuple(map(_worker_load, ready)), num_queued)
+
+
+def _worker_load(worker: Mapping[str, Any]) -> WorkerLoad:
+    return WorkerLoad(
+        num_running=worker["running"],
+        num_waiting=worker["waiting"],
+        num_waiting_tokens=worker["waiting_uncached_tokens"],
+        num_blocks_used=worker["kv_blocks_used"] + worker["kv_blocks_held"],
+        num_blocks=worker["kv_blocks_total"],
+        max_num_seqs=worker["max_num_seqs"],
+        tokens_per_s=worker["prefill_tokens_per_s"],
+        step_s=worker["step_s"],
+    )
