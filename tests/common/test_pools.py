@@ -96,3 +96,28 @@ async def test_without_redis_reading_says_unknown_and_setting_fails(tmp_path: Pa
             await store.set_desired("decode", 1)
         await store.withdraw()
         await store.close()
+
+
+async def test_kept_sizes_outlive_a_controller_that_is_configured_alike(box: RedisBox) -> None:
+    store, configured = PoolStore(box.url, "kept"), {"prefill": 1, "decode": 1}
+    assert await store.get_kept(configured) is None
+    assert await store.keep(configured, {"prefill": 2, "decode": 5})
+    await store.withdraw()
+    assert await store.get_kept(configured) == {"prefill": 2, "decode": 5}
+    assert await store.get_kept({"prefill": 3, "decode": 1}) is None
+    await store.close()
+
+
+@pytest.mark.parametrize("poison", [b"x", b"[]", b"{}", b'{"configured": {"prefill": 1, "decode": 1}, "desired": 7}'])
+async def test_kept_sizes_that_we_did_not_write_are_ignored(box: RedisBox, poison: bytes) -> None:
+    store = PoolStore(box.url, "kept-poison")
+    box.client().set("kept-poison:pools:kept", poison)
+    assert await store.get_kept({"prefill": 1, "decode": 1}) is None
+    await store.close()
+
+
+async def test_nothing_is_kept_while_redis_is_away() -> None:
+    store = PoolStore("redis://127.0.0.1:1/0", "away")
+    assert not await store.keep({"prefill": 1, "decode": 1}, {"prefill": 1, "decode": 1})
+    assert await store.get_kept({"prefill": 1, "decode": 1}) is None
+    await store.close()

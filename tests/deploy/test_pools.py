@@ -10,6 +10,7 @@ from deploy.pools import (
     MAX_BACKOFF_S,
     STABLE_AFTER_S,
     START_LIMIT_S,
+    Begun,
     DrainWorker,
     KillWorker,
     PoolCore,
@@ -165,6 +166,38 @@ def test_emptying_both_pools_ends_with_no_member(rig: Rig) -> None:
         assert rig.do(WorkerEnded(worker_id, "")) == []
     assert rig.core.num_members == 0
     assert rig.core.next_deadline_s() is None
+
+
+def begin(rig: Rig, sizes: dict[Role, int], *found: tuple[Role, str]) -> list[PoolEffect]:
+    return rig.do(Begun(tuple(sizes.items()), found))
+
+
+def test_a_controller_goes_on_with_the_workers_that_it_finds(rig: Rig) -> None:
+    """1. two of three are there, and only the third is started; 2. they are ready without having been started."""
+    effects = begin(rig, {PREFILL: 1, DECODE: 2}, (PREFILL, "prefill-0"), (DECODE, "decode-1"))
+    assert effects == [StartWorker(DECODE, "decode-0")]
+    for worker_id in ("prefill-0", "decode-1", "decode-0"):
+        assert rig.do(WorkerReady(worker_id)) == []
+    assert (rig.status(PREFILL).ready, rig.status(DECODE).ready) == (1, 2)
+
+
+def test_a_found_worker_that_is_one_too_many_is_drained_since_it_may_serve(rig: Rig) -> None:
+    effects = begin(rig, {PREFILL: 0, DECODE: 1}, (DECODE, "decode-0"), (DECODE, "decode-1"))
+    assert effects == [DrainWorker("decode-1", GRACE_S)]
+    assert rig.do(WorkerReady("decode-1")) == []
+    assert rig.status(DECODE).draining == 1
+
+
+def test_a_found_worker_that_does_not_answer_is_replaced(rig: Rig) -> None:
+    begin(rig, {DECODE: 1}, (DECODE, "decode-0"))
+    assert KillWorker("decode-0") in rig.wait(START_LIMIT_S)
+    assert rig.status(DECODE).num_crashes == 1
+
+
+def test_the_start_limit_can_be_longer_where_nodes_have_to_be_made_first() -> None:
+    core = PoolCore(GRACE_S, start_limit_s=3600.0)
+    core.handle(SizeSet(DECODE, 1), 0.0)
+    assert core.next_deadline_s() == 3600.0
 
 
 class World:

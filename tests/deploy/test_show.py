@@ -41,3 +41,24 @@ def test_the_endpoints_hold_a_command_to_copy() -> None:
     text = "\n".join(show.endpoints("http://127.0.0.1:8000", "127.0.0.1:50051", "smol"))
     assert "curl -N http://127.0.0.1:8000/v1/chat/completions" in text
     assert '"model": "smol"' in text
+
+
+def test_the_controllers_reasons_are_told() -> None:
+    autoscale = {
+        "problem": "",
+        "reason": "2 fits: idle",
+        "changes": [{"age_s": 12.3, "from": 1, "to": 2, "reason": "for 5 s at least: 9 sequences"}],
+    }
+    pool = {"desired": 2, "retry_in_s": 0.0, "last_failure": "", "autoscale": autoscale}
+    crashing = {"desired": 1, "retry_in_s": 4.2, "last_failure": "decode-0: no memory", "autoscale": None}
+    assert show.controller_lines({"prefill": pool, "decode": crashing}) == [
+        "prefill: autoscaled, 2 wanted: 2 fits: idle",
+        "prefill: 12 s ago 1 -> 2: for 5 s at least: 9 sequences",
+        "decode: next start in 4 s; decode-0: no memory",
+    ]
+    assert show.controller_lines({}) == []
+
+
+def test_why_the_autoscaler_decides_nothing_is_told() -> None:
+    pool = {"desired": 2, "retry_in_s": 0.0, "last_failure": "", "autoscale": {"problem": "nothing answers"}}
+    assert show.controller_lines({"decode": pool}) == ["decode: autoscaled, 2 wanted: nothing answers"]

@@ -91,7 +91,10 @@ async def http_rig(
     async def scale(role: str, replicas: int) -> None:
         scaled.append((role, replicas))
 
-    hooks = AdminHooks(lambda: b"pdserve_requests_running 0\n", "0.1.0", scale)
+    async def pool_status() -> dict[str, object]:
+        return {"decode": {"desired": 2}}
+
+    hooks = AdminHooks(lambda: b"pdserve_requests_running 0\n", "0.1.0", scale, pool_status)
     server = HttpServer(build_app(frontend, settings, hooks), bind("127.0.0.1", 0, "--http-port"))
     serving = asyncio.ensure_future(server.serve())
     url = f"http://127.0.0.1:{server.port}"
