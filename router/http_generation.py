@@ -35,6 +35,7 @@ from router.request_spec import RequestSpec
 from router.text import ChoiceDelta
 from router.validation import ValidRequest
 
+TRACE_PARENT_HEADER = "traceparent"
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -92,8 +93,10 @@ class GenerationEndpoints:
     ) -> Response:
         answer_id = f"{prefix}-{secrets.token_hex(16)}"
         ids = [answer_id if idx == 0 else f"{answer_id}-{idx}" for idx in range(len(specs))]
+        trace_parent = request.headers.get(TRACE_PARENT_HEADER, "")
         requests = [
-            await self._frontend.admit(spec, RequestId(request_id)) for spec, request_id in zip(specs, ids, strict=True)
+            await self._frontend.admit(spec, RequestId(prompt_id), trace_parent)
+            for spec, prompt_id in zip(specs, ids, strict=True)
         ]
         job = _Job(answer_id, int(time.time()), renderer, body, requests)
         request_id = request_id_of(request)
@@ -102,9 +105,8 @@ class GenerationEndpoints:
                 self._frames(job), lambda: _headers(job, request_id), request_id, self._settings.keep_alive_s
             )
         try:
-            return await until_disconnected(
-                request.receive, self._whole(job, request_id), _nothing, self._settings.keep_alive_s
-            )
+            async with until_disconnected(request.receive):
+                return await self._whole(job, request_id)
         except ClientGone:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
@@ -198,7 +200,3 @@ def _headers(job: _Job, request_id: str) -> dict[str, str]:
 
 def _slowest(summaries: Sequence[Summary]) -> Summary:
     return max(summaries, key=lambda summary: summary.timings.wall_s)
-
-
-async def _nothing() -> None:
-    """A whole answer has nothing to say before its end."""

@@ -1,8 +1,10 @@
 """The HTTP application: which path is answered by what. FastAPI is the shell; bodies are read and written as bytes.
 
-Nothing is derived from a schema at run time, and no page of the framework's own is offered.
+Nothing is derived from a schema at run time, and no page of the framework's own is offered. The two paths that
+generate are answered without the framework: its layers would be called again for every event of a stream.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -10,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.admin_guard import AdminGuard
 from router.frontend import Frontend
@@ -26,7 +29,7 @@ _NO_FRAMEWORK_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": Fals
 _ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks) -> FastAPI:
+def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks) -> ASGIApp:
     """All routes over one front end. Call it inside the event loop that serves."""
     generation = GenerationEndpoints(frontend, settings)
     admin = AdminEndpoints(frontend, hooks, settings.max_body_bytes)
@@ -41,7 +44,24 @@ def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks) -> 
         for path, endpoint, methods in routes
     )
     app.add_exception_handler(HTTPException, _http_error)
-    return app
+    direct = {path: guarded(endpoint, frontend.note_refusal) for path, endpoint, _ in _generation_routes(generation)}
+    return _Application(app, direct)
+
+
+class _Application:
+    """A POST to one of `direct` is answered here, everything else by the framework."""
+
+    def __init__(self, app: ASGIApp, direct: Mapping[str, Endpoint]) -> None:
+        self._app = app
+        self._direct = direct
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._direct.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is None or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        response = await endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 def _generation_routes(generation: GenerationEndpoints) -> list[_Route]:

@@ -6,23 +6,23 @@ comments, and cuts a client that stopped reading.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import PdserveError
 from router import limits
 from router.error_reports import internal_error
 from router.http_io import error_body, error_response
 
-ResultT = TypeVar("ResultT")
-
 KEEP_ALIVE = b": keep-alive\n\n"
-ABORT_EXTENSION = "pdserve.abort"
+# What the server tells of the connection: "abort" drops it, "flow.write_paused" is set while the client is behind.
+CONNECTION_EXTENSION = "pdserve.connection"
 DONE = b"data: [DONE]\n\n"
 # Line ends for `str.splitlines`, though not for JSON: a client that splits that way must not cut an event.
 _LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
@@ -35,9 +35,15 @@ class ClientGone(Exception):
 
 def abort_connection(scope: Scope) -> None:
     """Drop the connection and what waits to be sent on it, where the server offers that."""
-    extension = scope.get("extensions", {}).get(ABORT_EXTENSION)
+    extension = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
     if extension is not None:
         extension["abort"]()
+
+
+def _may_wait(scope: Scope) -> bool:
+    """Whether the next write may have to wait for the client; a timer for each that can't costs more than the write."""
+    extension = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
+    return extension is None or extension["flow"].write_paused
 
 
 def sse_frame(value: object) -> bytes:
@@ -49,27 +55,41 @@ def sse_frame(value: object) -> bytes:
     return b"data: %b\n\n" % data
 
 
+async def _nothing() -> None:
+    """A whole answer has nothing to say before its end."""
+
+
+@asynccontextmanager
 async def until_disconnected(
-    receive: Receive, work: Coroutine[Any, Any, ResultT], on_idle: Callable[[], Awaitable[None]], idle_s: float
-) -> ResultT:
-    """The result of `work`; raises ClientGone, and cancels it, when the client leaves first.
+    receive: Receive, on_idle: Callable[[], Awaitable[None]] = _nothing, idle_s: float | None = None
+) -> AsyncIterator[None]:
+    """Cancels what runs inside, and raises ClientGone, when the client leaves first.
 
-    `on_idle` is called every `idle_s` while both are quiet.
+    `on_idle` is called every `idle_s` while the client is quiet. As in `asyncio.timeout`, the caller's own task is
+    what is cancelled: a task of its own for every request would cost more than parsing the request.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
     watcher = asyncio.ensure_future(_watch(receive, on_idle, idle_s))
+    watcher.add_done_callback(_cancel := partial(_leave, task))
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
+        yield
+    except asyncio.CancelledError:
+        if watcher.done() and task.uncancel() == 0:
+            raise ClientGone from None
+        raise
     finally:
-        task.cancel()
+        watcher.remove_done_callback(_cancel)
         watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _watch(receive: Receive, on_idle: Callable[[], Awaitable[None]], idle_s: float) -> None:
+def _leave(task: asyncio.Task[Any], watcher: asyncio.Future[None]) -> None:
+    if not watcher.cancelled():
+        watcher.exception()  # a keep-alive that could not be written: the client is gone as well
+    task.cancel()
+
+
+async def _watch(receive: Receive, on_idle: Callable[[], Awaitable[None]], idle_s: float | None) -> None:
     """Return when the client has left."""
     while True:
         try:
@@ -108,10 +128,11 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def keep_alive() -> None:
             if time.monotonic() - self._written_s >= self._keep_alive_s / 2:
-                await self._write(send, KEEP_ALIVE)
+                await self._write(scope, send, KEEP_ALIVE)
 
         try:
-            await until_disconnected(receive, self._answer(scope, receive, send), keep_alive, self._keep_alive_s)
+            async with until_disconnected(receive, keep_alive, self._keep_alive_s):
+                await self._answer(scope, receive, send)
         except ClientGone:
             abort_connection(scope)
 
@@ -119,7 +140,7 @@ class EventStream(Response):
         try:
             async with aclosing(self._frames):
                 async for frame in self._frames:
-                    await self._write(send, frame)
+                    await self._write(scope, send, frame)
         except PdserveError as error:
             await self._fail(error, scope, receive, send)
         except ClientGone:
@@ -133,23 +154,30 @@ class EventStream(Response):
         if not self._is_started:
             await error_response(error, self._request_id)(scope, receive, send)
             return
-        await self._write(send, sse_frame(error_body(error)), more_body=False)
+        await self._write(scope, send, sse_frame(error_body(error)), more_body=False)
 
-    async def _write(self, send: Send, data: bytes, *, more_body: bool = True) -> None:
+    async def _write(self, scope: Scope, send: Send, data: bytes, *, more_body: bool = True) -> None:
         async with self._lock:
-            try:
-                async with asyncio.timeout(limits.WRITE_TIMEOUT_S):
-                    await self._start(send)
-                    await send({"type": "http.response.body", "body": data, "more_body": more_body})
-            except TimeoutError:
-                raise ClientGone from None
+            if not self._is_started:
+                self._is_started = True
+                await _send_in_time(scope, send, self._start())
+            await _send_in_time(scope, send, {"type": "http.response.body", "body": data, "more_body": more_body})
             self._written_s = time.monotonic()
 
-    async def _start(self, send: Send) -> None:
-        if self._is_started:
-            return
-        self._is_started = True
+    def _start(self) -> Message:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         headers |= {"x-accel-buffering": "no", **self._stream_headers()}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        return {"type": "http.response.start", "status": 200, "headers": raw}
+
+
+async def _send_in_time(scope: Scope, send: Send, message: Message) -> None:
+    """Raises ClientGone when the client takes nothing for too long."""
+    if not _may_wait(scope):
+        await send(message)
+        return
+    try:
+        async with asyncio.timeout(limits.WRITE_TIMEOUT_S):
+            await send(message)
+    except TimeoutError:
+        raise ClientGone from None

@@ -5,10 +5,10 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.http_stream import ABORT_EXTENSION
+from router.http_stream import CONNECTION_EXTENSION
 
 # Longer than the idle time of common proxies (Go's is 90 s): the proxy closes first, so no request meets a reset.
 _KEEP_ALIVE_TIMEOUT_S = 120
@@ -39,7 +39,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 class HttpServer:
     """uvicorn without its own signal handlers: when to stop is decided by `router.app`."""
 
-    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
         self._listener = listener
         config = uvicorn.Config(
             app,
@@ -75,11 +75,11 @@ class HttpServer:
 
 
 class _Protocol(HttpToolsProtocol):
-    """Lets the application cut a connection whose client stopped reading: closing would wait for it."""
+    """Lets the application see whether its client reads, and cut one that stopped: closing would wait for it."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self.transport.abort}}
+        self.scope["extensions"] = {CONNECTION_EXTENSION: {"abort": self.transport.abort, "flow": self.flow}}
 
 
 class _Server(uvicorn.Server):

@@ -45,7 +45,7 @@ class PromptTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a raw prompt. The text may write special tokens; a BOS it starts with is not doubled."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = _ids(self.tokenizer, text, add_special_tokens=add_special_tokens)
         num_prefix = len(self._prefix_ids)
         is_doubled = num_prefix > 0 and ids[:num_prefix] == ids[num_prefix : 2 * num_prefix] == self._prefix_ids
         return ids[num_prefix:] if add_special_tokens and is_doubled else ids
@@ -64,8 +64,9 @@ class PromptTokenizer:
         hidden = [{key: disguise.hide(value) for key, value in message.items()} for message in messages]
         hidden_kwargs = {key: _map_strings(value, disguise.hide) for key, value in kwargs.items()}
         text = self._chat_template.render(hidden, add_generation_prompt=add_generation_prompt, kwargs=hidden_kwargs)
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
-        return list(encoding.ids) if disguise.is_empty else self._encode_disguised(text, encoding, disguise)
+        if disguise.is_empty:
+            return _ids(self.tokenizer, text, add_special_tokens=False)
+        return self._encode_disguised(text, self.tokenizer.encode(text, add_special_tokens=False), disguise)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of whole sequences; streams use `router.text`."""
@@ -89,7 +90,13 @@ class PromptTokenizer:
         return ids + self._encode_plain(disguise.restore(text[position:]))
 
     def _encode_plain(self, text: str) -> list[int]:
-        return list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
+        return _ids(self._plain, text, add_special_tokens=False) if text else []
+
+
+def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The fast call does not count the characters of every token; it exists for batches only."""
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
 
 
 def require_encodable(text: str, param: str) -> None:
