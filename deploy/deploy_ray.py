@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 
 from common.config import ClusterConfig
@@ -20,6 +21,7 @@ from deploy.ray_pool import RayPools, Report
 from deploy.stopping import StopRequest, first_result, stop_request
 
 _KILL_LIMIT_S = 10.0
+_CONNECT_LIMIT_S = 5.0
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "GLOG_minloglevel": "2"}
 
 
@@ -33,7 +35,8 @@ def run_deploy(config: ClusterConfig, ray_address: str, report: Report, *, is_do
 
 @contextlib.contextmanager
 def existing_ray(address: str) -> Iterator[None]:
-    """Be a driver of the cluster; leaving it leaves its detached actors alone."""
+    """Be a driver of the cluster; leaving it leaves its detached actors alone. Raises StartFailed."""
+    _check_reachable(address)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
@@ -47,6 +50,17 @@ def existing_ray(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Ray ends the process when nobody listens."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # "auto", or what Ray explains itself
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_LIMIT_S).close()
+    except (OSError, OverflowError) as error:
+        raise StartFailed(f"no Ray cluster can be used at {address}: {error}") from error
 
 
 class _Controller:
