@@ -79,6 +79,9 @@ class RouterSettings(BaseModel):
     max_body_bytes: int = Field(1 << 20, ge=1)
     sse_keep_alive_s: float = Field(15.0, gt=0)
     drain_grace_s: float = Field(5.0, ge=0, description="time that running requests get to finish on shutdown")
+    otlp_traces_endpoint: str = Field(
+        "", description="OTLP/HTTP collector, http://host:4318/v1/traces; empty = no traces"
+    )
     admin_key: str = Field("", description="what /admin/v1 asks for; empty = open to whoever reaches the port")
     keep_requests: int = Field(1000, ge=0, description="finished requests kept for /admin/v1/requests")
 

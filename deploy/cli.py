@@ -56,6 +56,9 @@ LocalPrefill = Annotated[
 Autoscale = Annotated[
     bool | None, typer.Option("--autoscale/--no-autoscale", help="Let the load decide the sizes, within autoscale.*.")
 ]
+Traces = Annotated[
+    str | None, typer.Option("--otlp-traces-endpoint", help="Send traces there (http://host:4318/v1/traces).")
+]
 Server = Annotated[str, typer.Option(envvar="PDSERVE_SERVER", help="gRPC address of a router.")]
 Url = Annotated[str, typer.Option(envvar="PDSERVE_URL", help="HTTP address of a router.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -77,6 +80,7 @@ def up(
     local_prefill_max_tokens: LocalPrefill = None,
     autoscale: Autoscale = None,
     redis_url: RedisUrl = None,
+    otlp_traces_endpoint: Traces = None,
     config: ConfigFile = None,
     json: AsJson = False,
 ) -> None:
@@ -91,6 +95,7 @@ def up(
         "router.http_port": http_port,
         "router.grpc_port": grpc_port,
         "router.local_prefill_max_tokens": local_prefill_max_tokens,
+        "router.otlp_traces_endpoint": otlp_traces_endpoint,
         "autoscale.enabled": autoscale,
         "redis_url": redis_url,
     }
@@ -207,6 +212,7 @@ def router(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     local_prefill_max_tokens: LocalPrefill = None,
     redis_url: RedisUrl = None,
+    otlp_traces_endpoint: Traces = None,
     config: ConfigFile = None,
 ) -> None:
     """Run one router: both APIs. Workers are found in Redis."""
@@ -219,6 +225,7 @@ def router(
         "router.http_port": http_port,
         "router.grpc_port": grpc_port,
         "router.local_prefill_max_tokens": local_prefill_max_tokens,
+        "router.otlp_traces_endpoint": otlp_traces_endpoint,
         "redis_url": redis_url,
     }
     run_router(load_settings(flags, config).config)

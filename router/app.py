@@ -29,8 +29,10 @@ from router.http_admin import AdminHooks, PoolStatus, ScalePool
 from router.http_generation import HttpSettings
 from router.http_server import build_app
 from router.listening import HttpServer, bind
+from router.otlp import OtlpExporter, headers_of
 from router.served_model import ServedModel
 from router.service import RouterService
+from router.spans import Origin, SpanMaker
 from router.tokenizer import PromptTokenizer
 from router.validation import Validator
 
@@ -83,7 +85,8 @@ async def serve(
         stack.callback(listener.close)
         model, tokenizer = _open_model(config)
         metrics = _metrics(config, model)
-        service = await stack.enter_async_context(_service(config, metrics))
+        exporter = await stack.enter_async_context(_traces(config, model, metrics))
+        service = await stack.enter_async_context(_service(config, metrics, exporter))
         validator = Validator(model, config.default_deadline_s, random.Random())
         frontend = Frontend(service, tokenizer, model, validator, metrics)
         grpc_server = GrpcServer(frontend, config.max_body_bytes, _address(config.host, config.grpc_port))
@@ -142,10 +145,30 @@ class _StopSignals:
 
 
 @asynccontextmanager
-async def _service(config: RouterConfig, metrics: Metrics) -> AsyncIterator[RouterService]:
+async def _traces(config: RouterConfig, model: ServedModel, metrics: Metrics) -> AsyncIterator[OtlpExporter | None]:
+    """Sends traces while it is open, when there is somebody to send them to."""
+    if not config.otlp_traces_endpoint:
+        yield None
+        return
+    spans = SpanMaker(Origin(config.router_id, model.name, _version()), random.SystemRandom())
+    exporter = OtlpExporter(config.otlp_traces_endpoint, spans, metrics, headers_of())
+    sending = asyncio.create_task(exporter.run(), name="traces")
+    try:
+        yield exporter
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        await exporter.flush()
+
+
+@asynccontextmanager
+async def _service(
+    config: RouterConfig, metrics: Metrics, exporter: OtlpExporter | None
+) -> AsyncIterator[RouterService]:
     index = RedisIndexReader(config.redis_url, config.namespace)
     registry = RedisRegistry(config.redis_url, config.namespace)
-    service = RouterService(config, index, registry, metrics)
+    on_end = exporter.add if exporter is not None else None
+    service = RouterService(config, index, registry, metrics, on_end=on_end)
     try:
         await service.start()
         yield service

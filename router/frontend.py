@@ -6,6 +6,7 @@ Owns the tokenizer's use, the validator and the requests in flight; the service 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import assert_never
 
 from common.errors import DeadlineExceeded, InvalidRequest, PdserveError
@@ -59,11 +60,14 @@ class Frontend:
             self._metrics.inc("pdserve_requests", status="refused", error_type=error.code)
             get_logger().info("request_refused", code=error.code)
 
-    async def admit(self, spec: RequestSpec, request_id: RequestId) -> ValidRequest:
+    async def admit(self, spec: RequestSpec, request_id: RequestId, trace_parent: str = "") -> ValidRequest:
         """Tokenize and validate. Raises InvalidRequest."""
         self.validator.check_model(spec.model)
         token_ids = await self.tokenize(spec.prompt)
         request = self.validator.validate(spec, token_ids, request_id)
+        if trace_parent:
+            traced = replace(request.generation, trace_parent=trace_parent[: limits.MAX_TRACE_PARENT_LENGTH])
+            request = replace(request, generation=traced)
         if spec.echo and not isinstance(spec.prompt, TextPrompt):
             return ValidRequest(request.generation, request.text, self.tokenizer.decode(token_ids))
         return request

@@ -25,6 +25,7 @@ class GenerationRequest:
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
     force_colocated: bool = False
+    trace_parent: str = ""  # W3C traceparent, as the client sent it
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         self._check_size(request.ByteSize())
         spec = generate_spec(request, _time_remaining_s(context))
-        valid = await self._frontend.admit(spec, _request_id(request.request_id))
+        valid = await self._frontend.admit(spec, _request_id(request.request_id), _trace_parent(context))
         await context.send_initial_metadata((("x-request-id", valid.generation.request_id),))
         await GenerateCall(request, valid, self._frontend, context).run()
 
@@ -114,6 +114,13 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls; those that go on after the grace are cut."""
         await self._server.stop(grace_s)
+
+
+def _trace_parent(context: Context) -> str:
+    """The client's trace, from the call's metadata."""
+    metadata = dict(context.invocation_metadata() or ())
+    value = metadata.get("traceparent", "")
+    return value if isinstance(value, str) else ""
 
 
 def _request_id(stated: str) -> RequestId:

@@ -53,6 +53,7 @@ def record_of(request: Request, now_s: float, last: Finished | Failed | None = N
         "num_completion_tokens": request.num_completion_tokens,
         "num_cached_tokens": request.num_cached_tokens,
         "num_retries": request.num_retries,
+        "trace_parent": request.spec.trace_parent,
         "finish_reasons": [choice.finish_reason or "" for choice in request.choices],
         "attempts": [_attempt(attempt) for attempt in attempts],
         "decisions": [_decision(decision, request) for decision in request.decisions],

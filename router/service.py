@@ -50,7 +50,10 @@ _NO_METRICS = NullMetrics()
 
 
 class RouterService:
-    """Start it inside the running loop, close it when done. `wait` raises what broke it, if anything did."""
+    """Start it inside the running loop, close it when done. `wait` raises what broke it, if anything did.
+
+    `on_end` gets the record of each request that has ended.
+    """
 
     def __init__(
         self,
@@ -59,8 +62,10 @@ class RouterService:
         registry: Registry,
         metrics: RouterMetrics = _NO_METRICS,
         clock: Callable[[], float] = time.monotonic,
+        on_end: Callable[[JsonObject], None] | None = None,
     ) -> None:
         self._index = index
+        self._on_end = on_end
         self._metrics = self._recent = Recent(metrics, clock)
         self._request_metrics = RequestMetrics(self._metrics)
         self._clock = clock
@@ -197,8 +202,15 @@ class RouterService:
         if isinstance(event, Finished | Failed):
             del self._streams[request_id]
             _log_end(request_id, event)
+            self._trace_end(request_id)
             if not self._streams:
                 self._emptied.set()
+
+    def _trace_end(self, request_id: RequestId) -> None:
+        """Hand on what is remembered of a request; of one that was refused there is nothing."""
+        record = self.request_record(request_id) if self._on_end is not None else None
+        if record is not None and self._on_end is not None:
+            self._on_end(record)
 
     async def _look_up(self, lookup: LookupPrefix) -> None:
         started_s = self._clock()

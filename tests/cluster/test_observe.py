@@ -1,6 +1,7 @@
 """What operators look at, on a real cluster with a tiny model: the page, explain, top and bench."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import httpx
 import pytest
 
 from tests.cluster.cluster import Cluster, running_cluster
+from tests.router.test_otlp import Collector
 from tests.ui.browser import CHROMEDRIVER, CHROMIUM, ENTER, Browser, browser
 
 KEY = "s3cret-key"
@@ -15,11 +17,19 @@ PARTS = ("route_s", "prefill_queue_s", "prefill_s", "kv_exposed_s", "decode_queu
 
 
 @pytest.fixture(scope="module")
-def cluster(tiny_model: Path) -> Iterator[Cluster]:
+def collector() -> Iterator[Collector]:
+    started = Collector()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model: Path, collector: Collector) -> Iterator[Cluster]:
     """With an admin key, and with small chunks: a prompt takes several prefill steps and several chunks of KV."""
     workers = {"min_chunk_bytes": 2048, "max_num_batched_tokens": 64, "num_blocks": 512, "num_threads": 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PDSERVE_ROUTER_ADMIN_KEY", KEY)
+        patch.setenv("PDSERVE_ROUTER_OTLP_TRACES_ENDPOINT", collector.url)
         with running_cluster(tiny_model, config={"prefill_worker": workers, "decode_worker": workers}) as started:
             yield started
 
@@ -96,6 +106,24 @@ def test_the_page_shows_the_live_cluster(cluster: Cluster, tab: Browser) -> None
     assert drawn == [len(PARTS), len(timings["prefill_chunks"]), len(timings["kv_ticks"])]
     assert "chosen" in tab.text("#detail")
     assert [line for line in tab.console() if line.startswith("SEVERE") and "401" not in line] == []
+
+
+def test_a_collector_receives_one_connected_trace_over_all_three_roles(cluster: Cluster, collector: Collector) -> None:
+    trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    headers = {"traceparent": f"00-{trace_id}-{span_id}-01"}
+    body = {"prompt": "the and " * 200, "max_tokens": 4, "ignore_eos": True}
+    reply = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).json()
+    deadline_s = time.monotonic() + 20
+    while reply["id"] not in collector.request_ids:
+        assert time.monotonic() < deadline_s, "no trace came"
+        time.sleep(0.05)
+    resources = [each for sent in collector.bodies for each in sent["resourceSpans"]]
+    spans = [span for each in resources for span in each["scopeSpans"][0]["spans"] if span["traceId"] == trace_id]
+    root = next(span for span in spans if span["parentSpanId"] == span_id)
+    assert {span["parentSpanId"] for span in spans if span is not root} == {root["spanId"]}
+    assert {"route", "prefill", "kv_transfer", "decode"} <= {span["name"] for span in spans}
+    services = {each["resource"]["attributes"][0]["value"]["stringValue"] for each in resources}
+    assert services == {"pdserve-router", "pdserve-prefill", "pdserve-decode"}
 
 
 def test_administration_is_closed_to_everybody_else(cluster: Cluster) -> None:

@@ -40,6 +40,15 @@ async def refusal(service: ScriptedService, request: pb.GenerateRequest) -> grpc
     return refused.value
 
 
+async def test_the_clients_trace_goes_with_the_request() -> None:
+    service = always(ids("ok"))
+    trace_parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    async with grpc_rig(service) as rig:
+        call = rig.stub.Generate(pb.GenerateRequest(prompt="x"), metadata=(("traceparent", trace_parent),))
+        assert [response async for response in call]
+    assert service.submitted[0].trace_parent == trace_parent
+
+
 async def test_a_stream_is_accepted_then_tokens_then_finished() -> None:
     request = pb.GenerateRequest(request_id="mine", prompt="hi", stream=True)
     request.output.return_timings = True

@@ -83,9 +83,19 @@ async def test_state_lists_workers_with_their_blocks(rig: HttpRig) -> None:
     state = (await rig.client.get("/admin/v1/state")).json()
     prefill, decode = state["workers"]
     assert (prefill["role"], decode["role"], decode["state"], state["num_queued"]) == ("prefill", "decode", "ready", 2)
+    assert state["pools"] == {"decode": {"desired": 2}}
     counted = sum(decode[f"kv_blocks_{state}"] for state in ("used", "cached", "free", "held"))
     assert counted == decode["kv_blocks_total"]
-    assert {"worker_id", "pid", "address", "running", "waiting", "waiting_uncached_tokens", "block_size"} <= set(decode)
+    assert {
+        "worker_id",
+        "pid",
+        "address",
+        "running",
+        "waiting",
+        "waiting_uncached_tokens",
+        "block_size",
+        "step_s",
+    } <= set(decode)
 
 
 async def test_a_request_can_be_looked_up_by_its_answers_id(rig: HttpRig) -> None:
@@ -95,6 +105,14 @@ async def test_a_request_can_be_looked_up_by_its_answers_id(rig: HttpRig) -> Non
     missing = await rig.client.get("/admin/v1/requests/unknown")
     assert record["request_id"] == answer["id"] == listed[0]["request_id"]
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "request_not_found")
+
+
+async def test_the_clients_trace_goes_with_the_request(rig: HttpRig) -> None:
+    trace_parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    await rig.client.post("/v1/completions", json={"prompt": ["x", "y"]}, headers={"traceparent": trace_parent})
+    await rig.client.post("/v1/completions", json={"prompt": "x"}, headers={"traceparent": "long" * 1000})
+    last = service_of(rig.frontend).submitted[-3:]
+    assert [request.trace_parent for request in last] == [trace_parent, trace_parent, ("long" * 32)]
 
 
 async def test_workers_are_drained_and_pools_scaled(rig: HttpRig) -> None:
