@@ -83,11 +83,16 @@ def _candidates(decision: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
 
 
 def _attempt(attempt: Mapping[str, Any]) -> str:
-    prefill = "local" if attempt["is_local"] else attempt["prefill_worker"] or "-"
+    prefill = "local" if attempt["is_local"] else _worker(attempt["prefill_worker"])
     try_note = f" (try {attempt['prefill_try'] + 1})" if attempt["prefill_try"] > 0 else ""
     state = attempt["end_reason"] or attempt["phase"]
-    where = f"prefill {prefill}{try_note}, decode {attempt['decode_worker'] or '-'}"
+    where = f"prefill {prefill}{try_note}, decode {_worker(attempt['decode_worker'])}"
     return f"attempt {attempt['attempt']}: {where}: {state}"
+
+
+def _worker(reference: str) -> str:
+    """Its name, without which of its lives it was."""
+    return reference.partition("#")[0] or "-"
 
 
 def _ms(seconds: float) -> str:

@@ -42,7 +42,8 @@ def watch(url: str, *, once: bool, as_json: bool) -> None:
 def screen(snapshot: Mapping[str, Any]) -> RenderableType:
     """Everything, top to bottom by how often it is looked at."""
     state, recent = snapshot["state"], snapshot["recent"]
-    pools = [_pool(state["workers"], role) for role in ("prefill", "decode")]
+    plans = snapshot["pools"] or {}
+    pools = [_pool(state["workers"], role, plans.get(role)) for role in ("prefill", "decode")]
     parts: list[RenderableType] = [_head(snapshot), _latencies(recent, state), *pools]
     if recent["transfers"]:
         parts.append(_transfers(recent["transfers"]))
@@ -72,7 +73,7 @@ def _latencies(recent: Mapping[str, Any], state: Mapping[str, Any]) -> Panel:
     return Panel(grid, title=f"last {recent['window_s']:.0f} s", title_align="left")
 
 
-def _pool(workers: Sequence[Mapping[str, Any]], role: str) -> Panel:
+def _pool(workers: Sequence[Mapping[str, Any]], role: str, plan: Mapping[str, Any] | None) -> Panel:
     members = sorted((w for w in workers if w["role"] == role), key=lambda w: str(w["worker_id"]))
     grid = Table.grid(padding=(0, 2))
     for worker in members:
@@ -86,11 +87,11 @@ def _pool(workers: Sequence[Mapping[str, Any]], role: str) -> Panel:
         )
     waiting = sum(worker["waiting_uncached_tokens"] for worker in members)
     ready = sum(worker["state"] == "ready" for worker in members)
-    return Panel(
-        grid if members else Text("no worker", "red"),
-        title=f"{role}: {ready} ready, {waiting} tokens wait",
-        title_align="left",
-    )
+    wanted = f" of {plan['desired']} wanted" if plan else ""
+    title = f"{role}: {ready} ready{wanted}, {waiting} tokens wait"
+    note = (plan.get("autoscale") or {}).get("reason", "") if plan else ""
+    shown = grid if members else Text("no worker", "red")
+    return Panel(shown, title=title, title_align="left", subtitle=Text(note), subtitle_align="left")
 
 
 def bar(worker: Mapping[str, Any]) -> Text:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from common.errors import Overloaded
 from router.frontend import Frontend
+from router.http_admin import AdminHooks
 from router.http_io import request_id_of
 from router.http_stream import EventStream, sse_frame
 
@@ -30,12 +31,13 @@ _BRIEF = (
 class StateFeed:
     """Snapshots of what `frontend` and its service know."""
 
-    def __init__(self, frontend: Frontend, version: str) -> None:
+    def __init__(self, frontend: Frontend, hooks: AdminHooks) -> None:
         self._frontend = frontend
-        self._version = version
+        self._hooks = hooks
         self._num_watchers = 0
         self._frame = b""
         self._made_s = float("-inf")
+        self._making = asyncio.Lock()
 
     async def events(self, request: Request) -> Response:
         """A snapshot at once, then one per interval until the client leaves."""
@@ -43,18 +45,19 @@ class StateFeed:
             raise Overloaded(f"{MAX_WATCHERS} clients watch already", retry_after_s=INTERVAL_S)
         return EventStream(self._frames(), dict, request_id_of(request), _KEEP_ALIVE_S)
 
-    def snapshot(self) -> dict[str, object]:
+    async def snapshot(self) -> dict[str, object]:
         """What one event says."""
         service, readiness, model = self._frontend.service, self._frontend.readiness(), self._frontend.model
         return {
             "router": {
-                "version": self._version,
+                "version": self._hooks.version,
                 "model": model.name,
                 "max_model_len": model.max_model_len,
                 "is_ready": readiness.is_ready,
                 "reasons": readiness.reasons,
             },
             "state": service.state(),
+            "pools": None if self._hooks.pool_status is None else await self._hooks.pool_status(),
             "recent": service.recent(),
             "requests": [brief(record) for record in service.request_records(NUM_REQUESTS)],
         }
@@ -63,16 +66,17 @@ class StateFeed:
         self._num_watchers += 1
         try:
             while True:
-                yield self._shared_frame()
+                yield await self._shared_frame()
                 await asyncio.sleep(INTERVAL_S)
         finally:
             self._num_watchers -= 1
 
-    def _shared_frame(self) -> bytes:
-        now_s = time.monotonic()
-        if now_s - self._made_s >= INTERVAL_S / 2:
-            self._frame, self._made_s = sse_frame(self.snapshot()), now_s
-        return self._frame
+    async def _shared_frame(self) -> bytes:
+        async with self._making:
+            now_s = time.monotonic()
+            if now_s - self._made_s >= INTERVAL_S / 2:
+                self._frame, self._made_s = sse_frame(await self.snapshot()), now_s
+            return self._frame
 
 
 def brief(record: Mapping[str, Any]) -> dict[str, object]:
@@ -82,6 +86,5 @@ def brief(record: Mapping[str, Any]) -> dict[str, object]:
     return {
         **{name: record.get(name) for name in _BRIEF},
         **{name: timings.get(name) for name in _TIMINGS},
-        "prefill_worker": last.get("prefill_worker", ""),
-        "decode_worker": last.get("decode_worker", ""),
+        **{role: str(last.get(role, "")).partition("#")[0] for role in ("prefill_worker", "decode_worker")},
     }

@@ -36,7 +36,7 @@ def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks) -> 
     app = FastAPI(
         docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, telemetry=_NO_FRAMEWORK_TELEMETRY
     )
-    guard, feed = AdminGuard(settings.admin_key), StateFeed(frontend, hooks.version)
+    guard, feed = AdminGuard(settings.admin_key), StateFeed(frontend, hooks)
     admin_routes = [(path, guard.protected(answer), methods) for path, answer, methods in _admin_routes(admin, feed)]
     routes = [*_generation_routes(generation), *_probe_routes(admin), *_page_routes(PageEndpoints()), *admin_routes]
     app.router.routes.extend(

@@ -7,8 +7,8 @@ import { byRole } from "./topology.js";
 
 const BLOCKS = ["used", "held", "cached", "free"];
 
-export function drawPools({ state }) {
-  const roles = ["prefill", "decode"].map((role) => ({ role, workers: byRole(state.workers, role) }));
+export function drawPools({ state, pools }) {
+  const roles = ["prefill", "decode"].map((role) => ({ role, workers: byRole(state.workers, role), plan: pools?.[role] }));
   keyed(document.getElementById("pools"), roles, ({ role }) => role, createPool, updatePool);
 }
 
@@ -26,18 +26,31 @@ function createPool({ role, workers }) {
     "div",
     { class: `pool ${role}` },
     h("div", { class: "pool-head" }, h("h3", {}, role), h("p", { class: "muted" }), form),
+    h("p", { class: "plan" }),
     h("ul", { class: "workers" }),
   );
 }
 
-function updatePool(pool, { workers }) {
+function updatePool(pool, { workers, plan }) {
   const states = new Map();
   for (const worker of workers) states.set(worker.state, (states.get(worker.state) ?? 0) + 1);
   const waiting = workers.reduce((sum, worker) => sum + worker.waiting_uncached_tokens, 0);
   const parts = [...states].map(([state, number]) => `${number} ${state}`);
   if (waiting) parts.push(`${count(waiting)} tokens wait`);
   setText(pool.querySelector("p"), parts.join(", ") || "no worker");
+  setText(pool.querySelector(".plan"), planned(plan));
+  pool.querySelector(".plan").classList.toggle("problem", Boolean(plan?.retry_in_s));
   keyed(pool.querySelector("ul"), workers, (worker) => worker.worker_id, createWorker, updateWorker);
+}
+
+// What the pool's controller wants, and why.
+function planned(plan) {
+  if (!plan) return "";
+  const parts = [`${plan.desired} wanted`];
+  if (plan.starting) parts.push(`${plan.starting} starting`);
+  if (plan.autoscale) parts.push(plan.autoscale.reason);
+  if (plan.retry_in_s) parts.push(`next try in ${plan.retry_in_s.toFixed(0)} s after ${plan.num_crashes} crashes: ${plan.last_failure}`);
+  return parts.join(" · ");
 }
 
 function createWorker(worker) {

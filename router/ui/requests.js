@@ -130,9 +130,12 @@ function candidateRow(decision, candidate) {
   return h("tr", { class: isChosen ? "chosen" : null }, cells.map((text) => h("td", {}, text)));
 }
 
+// A worker without which of its lives it was.
+const nameOf = (reference) => reference.split("#")[0];
+
 function attempts(record) {
   if (record.attempts.length < 2 && !record.num_retries) return null;
   return h("ul", { class: "attempts" }, record.attempts.map((attempt) => h("li", {},
-    `attempt ${attempt.attempt}: ${attempt.prefill_worker || "local"} → ${attempt.decode_worker || "–"}, `
+    `attempt ${attempt.attempt}: ${nameOf(attempt.prefill_worker) || "local"} → ${nameOf(attempt.decode_worker) || "–"}, `
     + `${attempt.phase}${attempt.end_reason ? ` (${attempt.end_reason})` : ""}`)));
 }

@@ -18,7 +18,7 @@ export function drawTopology({ state, recent, router }) {
     "svg",
     { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": inWords(workers, recent.transfers) },
     [...at.values()].map((box) => controlEdge(hub, box)),
-    recent.transfers.map((transfer, idx) => transferEdge(at, transfer, idx % 2 ? 0.68 : 0.32)),
+    recent.transfers.map((transfer) => transferEdge(at, transfer)),
     box(hub.x, hub.y, "router", "router", `${state.num_running} running, ${state.num_queued} queued`,
       router.is_ready ? "ready" : "unhealthy"),
     [...at.values()].map(({ x, y, worker }) => workerBox(x, y, worker)),
@@ -63,12 +63,13 @@ function controlEdge(hub, { x, y }) {
   return svg("path", { d: curve(from, to), class: "control" });
 }
 
-// `share` is where on the edge its rate stands: those of neighbours should not meet.
-function transferEdge(at, transfer, share) {
+function transferEdge(at, transfer) {
   const prefill = at.get(transfer.prefill_worker_id), decode = at.get(transfer.decode_worker_id);
   if (!prefill || !decode) return null;
   const from = [prefill.x + BOX_WIDTH, prefill.y + BOX_HEIGHT / 2], to = [decode.x, decode.y + BOX_HEIGHT / 2];
   const perSecond = transfer.bytes_per_s;
+  // Where on the edge its rate stands: near its own end, so that those of neighbours do not meet.
+  const share = Math.abs(from[1] - to[1]) < ROW / 2 ? 0.25 : 0.75;
   const width = perSecond > 0 ? Math.min(14, 1.5 + Math.log10(1 + perSecond / 1e5) * 2.5) : 1;
   return svg(
     "g",

@@ -70,13 +70,20 @@ def test_requests_without_an_answer_are_explained_too(status: str, fields: dict[
 def test_top_shows_latencies_pools_transfers_and_requests(page: Served, capsys: pytest.CaptureFixture[str]) -> None:
     watch(page.rig.url, once=True, as_json=False)
     text = capsys.readouterr().out
-    for part in ("TTFT p50 42.1 ms", "prefill: 2 ready", "decode: 2 ready", "560/1000", "480.0 MB/s", "req-run"):
+    for part in (
+        "TTFT p50 42.1 ms",
+        "prefill: 2 ready",
+        "decode: 2 ready of 2 wanted",
+        "560/1000",
+        "480.0 MB/s",
+        "req-run",
+    ):
         assert part in text, text
 
 
 def test_top_as_json_is_a_snapshot(page: Served, capsys: pytest.CaptureFixture[str]) -> None:
     watch(page.rig.url, once=True, as_json=True)
-    assert set(json.loads(capsys.readouterr().out)) == {"router", "state", "recent", "requests"}
+    assert set(json.loads(capsys.readouterr().out)) == {"router", "state", "pools", "recent", "requests"}
 
 
 def test_snapshots_go_on_and_end_with_a_sentence(page: Served) -> None:
@@ -93,7 +100,7 @@ def test_a_cluster_without_workers_or_traffic_is_shown(page: Served) -> None:
     snapshot["recent"] |= {
         name: None for name in snapshot["recent"] if name.endswith(("rate", "share", "p50_s", "p99_s"))
     }
-    snapshot["recent"]["transfers"], snapshot["requests"] = [], []
+    snapshot["recent"]["transfers"], snapshot["requests"], snapshot["pools"] = [], [], None
     text = shown(snapshot)
     assert "not ready: no decode worker is ready" in text
     assert "TTFT p50 -  p99 -" in text

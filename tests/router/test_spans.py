@@ -40,7 +40,7 @@ def test_one_connected_trace_across_router_prefill_and_decode() -> None:
     assert {span["parentSpanId"] for span in made.values()} == {root["spanId"]}
     assert len({span["spanId"] for span in [root, *made.values()]}) == 7
     assert [(each["service.name"], each["service.instance.id"]) for each in services] == [
-        ("pdserve-router", "router-0"), ("pdserve-prefill", "prefill-0"), ("pdserve-decode", "decode-0"),
+        ("pdserve-router", "router-0"), ("pdserve-prefill", "prefill-0#1"), ("pdserve-decode", "decode-0#1"),
     ]  # fmt: skip
 
 

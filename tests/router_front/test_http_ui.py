@@ -78,6 +78,7 @@ async def test_a_snapshot_says_state_last_minute_and_requests(rig: HttpRig) -> N
     assert [request["request_id"] for request in snapshot["requests"]] == [answer["id"]]  # type: ignore[attr-defined]
     assert snapshot["recent"]["ttft_p50_s"] == 0.0421  # type: ignore[index]
     assert snapshot["recent"]["transfers"][0]["bytes_per_s"] == 48.2e6  # type: ignore[index]
+    assert snapshot["pools"] == {"decode": {"desired": 2}}
     assert len(snapshot["state"]["workers"]) == 2  # type: ignore[index]
 
 

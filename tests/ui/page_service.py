@@ -69,8 +69,8 @@ def record(request_id: str, status: str = "finished", **fields: object) -> dict[
         {"worker_id": "prefill-1", "cost": 0.655, "num_cached_tokens": 0, **candidate, "refusal": "queue is full"},
     ]
     attempt = {
-        "attempt": 0, "phase": "ended", "prefill_worker": "prefill-0", "decode_worker": "decode-0", "prefill_try": 0,
-        "is_local": False, "choices": [0], "num_tokens": 2012, "first_missing_token": 512,
+        "attempt": 0, "phase": "ended", "prefill_worker": "prefill-0#1", "decode_worker": "decode-0#1",
+        "prefill_try": 0, "is_local": False, "choices": [0], "num_tokens": 2012, "first_missing_token": 512,
     }  # fmt: skip
     base: dict[str, object] = {
         "request_id": request_id, "status": status, "error": "", "message": "", "age_s": 1.0, "num_choices": 1,

@@ -65,6 +65,11 @@ def test_block_bars_have_the_proportions_of_the_blocks(tab: Browser) -> None:
     assert tab.script(f"return {bar}.getAttribute('aria-label')").endswith("520 used, 40 held, 300 cached, 140 free")
 
 
+def test_pools_say_what_is_wanted(tab: Browser) -> None:
+    assert tab.text(".pool.decode .plan") == "2 wanted"
+    assert tab.script("return document.querySelector('.pool.prefill .plan').textContent") == ""
+
+
 def test_changes_arrive_without_a_reload(tab: Browser, page: Served) -> None:
     before = page.service.workers
     page.service.workers = (*before, worker("decode-9", Role.DECODE, used=1, held=0, cached=0))
