@@ -18,7 +18,7 @@ export function drawTopology({ state, recent, router }) {
     "svg",
     { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": inWords(workers, recent.transfers) },
     [...at.values()].map((box) => controlEdge(hub, box)),
-    recent.transfers.map((transfer) => transferEdge(at, transfer)),
+    transferEdges(at, recent.transfers),
     box(hub.x, hub.y, "router", "router", `${state.num_running} running, ${state.num_queued} queued`,
       router.is_ready ? "ready" : "unhealthy"),
     [...at.values()].map(({ x, y, worker }) => workerBox(x, y, worker)),
@@ -63,23 +63,36 @@ function controlEdge(hub, { x, y }) {
   return svg("path", { d: curve(from, to), class: "control" });
 }
 
-function transferEdge(at, transfer) {
+// The fastest first: a rate that finds no free place is left to the list in words.
+function transferEdges(at, transfers) {
+  const taken = [];
+  const ordered = [...transfers].sort((one, other) => other.bytes_per_s - one.bytes_per_s);
+  return ordered.map((transfer) => transferEdge(at, transfer, taken));
+}
+
+function transferEdge(at, transfer, taken) {
   const prefill = at.get(transfer.prefill_worker_id), decode = at.get(transfer.decode_worker_id);
   if (!prefill || !decode) return null;
   const from = [prefill.x + BOX_WIDTH, prefill.y + BOX_HEIGHT / 2], to = [decode.x, decode.y + BOX_HEIGHT / 2];
   const perSecond = transfer.bytes_per_s;
-  // Where on the edge its rate stands: near its own end, so that those of neighbours do not meet.
-  const share = Math.abs(from[1] - to[1]) < ROW / 2 ? 0.25 : 0.75;
+  const place = perSecond > 0 ? freePlace(from, to, taken) : null;
   const width = perSecond > 0 ? Math.min(14, 1.5 + Math.log10(1 + perSecond / 1e5) * 2.5) : 1;
   return svg(
     "g",
     { class: perSecond > 0 ? "transfer live" : "transfer" },
     svg("path", { d: curve(from, to), "stroke-width": width.toFixed(1) }),
-    perSecond > 0
-      ? svg("text", { x: from[0] + (to[0] - from[0]) * share, y: on(from[1], to[1], share) + 4, "text-anchor": "middle" },
-          `${bytes(perSecond)}/s`)
-      : null,
+    svg("title", {}, `${transfer.prefill_worker_id} to ${transfer.decode_worker_id}: ${bytes(perSecond)}/s`),
+    place ? svg("text", { x: place[0], y: place[1] + 4, "text-anchor": "middle" }, `${bytes(perSecond)}/s`) : null,
   );
+}
+
+// A place on the edge for its rate that is not under another one.
+function freePlace(from, to, taken) {
+  const places = [0.5, 0.28, 0.72].map((share) =>
+    [from[0] + (to[0] - from[0]) * share, on(from[1], to[1], share)]);
+  const free = places.find(([x, y]) => taken.every(([x2, y2]) => Math.abs(x - x2) > 54 || Math.abs(y - y2) > 13));
+  if (free) taken.push(free);
+  return free;
 }
 
 // Height of `curve` at a share of its width; near enough for a label.
