@@ -36,7 +36,7 @@ ANNOUNCE_INTERVAL_S = 0.5
 # One look at whether a worker has ended; its end is told at once in any case.
 WAIT_S = 30.0
 # An actor that is not on a node by then waits for one, and that is told.
-PLACING_S = 10.0
+PLACING_S = 30.0
 _MAX_REASON_CHARS = 400
 
 # (worker id, what happened to it, in words)
@@ -164,7 +164,7 @@ class RayPools:
         started_s = time.monotonic()
         reason = ""
         try:
-            description = await self._started(role, worker_id)
+            description = await self._started(role, worker_id, handle)
             self._report(worker_id, _ready_text(description, time.monotonic() - started_s))
             self._loop.post(WorkerReady(worker_id))
             self._note_change()
@@ -178,24 +178,26 @@ class RayPools:
         self._loop.post(WorkerEnded(worker_id, reason))
         self._note_change()
 
-    async def _started(self, role: Role, worker_id: str) -> dict[str, Any]:
+    async def _started(self, role: Role, worker_id: str, handle: Any) -> Any:
         """The worker's description, once it is ready."""
-        starting = asyncio.ensure_future(_result(self._handles[worker_id].start.remote()))
-        placed = asyncio.ensure_future(_result(self._handles[worker_id].__ray_ready__.remote()))
+        if not self._placement.is_lasting:
+            return await handle.start.remote()
+        notice = asyncio.create_task(self._tell_if_waiting(role, worker_id, handle))
         try:
-            await asyncio.wait([placed, starting], timeout=PLACING_S, return_when=asyncio.FIRST_COMPLETED)
-            if not placed.done() and not starting.done():
-                self._report(worker_id, f"waits for a Ray node that offers {resource_name(role)}")
-            description: dict[str, Any] = await starting
-            return description
+            return await handle.start.remote()
         finally:
-            starting.cancel()
-            placed.cancel()
-            await asyncio.gather(starting, placed, return_exceptions=True)
+            notice.cancel()
+            await asyncio.gather(notice, return_exceptions=True)
+
+    async def _tell_if_waiting(self, role: Role, worker_id: str, handle: Any) -> None:
+        try:
+            await asyncio.wait_for(_result(handle.__ray_ready__.remote()), PLACING_S)
+        except TimeoutError:
+            self._report(worker_id, f"waits for a Ray node that offers {resource_name(role)}")
 
 
-async def _result(reference: Any) -> Any:
-    return await reference
+async def _result(reference: Any) -> None:
+    await reference
 
 
 def _ready_text(description: dict[str, Any], took_s: float) -> str:

@@ -148,7 +148,10 @@ def test_the_schema_offers_exactly_the_settings_of_the_configuration() -> None:
 @pytest.mark.parametrize("value_set", VALUE_SETS)
 def test_pdserve_accepts_the_rendered_configuration(render: Render, value_set: str) -> None:
     data = named(render(value_set), "ConfigMap", "-config")["data"]
-    ClusterConfig.model_validate(yaml.safe_load(data["pdserve.yaml"]))
+    config = ClusterConfig.model_validate(yaml.safe_load(data["pdserve.yaml"]))
+    assert config.autoscale.decode_min <= config.pools.decode <= config.autoscale.decode_max
+    (router,) = [each for each in of_kind(render(value_set), "Service") if each["metadata"]["name"] == config.namespace]
+    assert config.autoscale.router_url == f"http://{router['metadata']['name']}:{config.router.http_port}"
 
 
 @pytest.mark.parametrize("value_set", VALUE_SETS)

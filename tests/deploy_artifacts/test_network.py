@@ -119,6 +119,7 @@ ALLOWED = [
     ("prefill", "prefill", DATA),
     ("prefill", "router", HTTP),
     ("decode", "router", HTTP),
+    ("ray-head", "router", HTTP),
     ("prefill", "ray-head", GCS),
     ("decode", "ray-head", GCS),
     ("ray-head", "prefill", RAYLET),
@@ -177,6 +178,7 @@ def test_clients_can_be_limited_to_the_ingress(render: Render) -> None:
     assert cluster.connects("ingress", "router", HTTP)
     assert not cluster.connects("client", "router", HTTP)
     assert cluster.connects("decode", "router", HTTP)
+    assert cluster.connects("ray-head", "router", HTTP)
 
 
 def test_an_external_redis_is_reached_where_it_is_said_to_be(render: Render) -> None:

@@ -1,6 +1,6 @@
 """Bring the chart's schema up to date with `common/config.py`, or check that it is.
 
-`python -m tests.tools.chart_schema` exits 1 when it is stale; with `--write` it rewrites the two definitions that
+`python -m tests.tools.chart_schema` exits 1 when it is stale; with `--write` it rewrites the definitions that
 mirror the configuration. The rest of values.schema.json is written by hand.
 """
 
@@ -11,11 +11,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from common.config import RouterSettings, WorkerSettings
+from common.config import AutoscaleSettings, RouterSettings, WorkerSettings
 
 SCHEMA_PATH = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "pdserve" / "values.schema.json"
 # What the chart decides: identities, addresses and what it has values of its own for; and no secret in a ConfigMap.
 DECIDED_BY_CHART = frozenset(("router_id", "host", "port", "http_port", "grpc_port", "metrics_port", "admin_key"))
+# These are the pools' own minReplicas and maxReplicas, and the router's Service.
+DECIDED_BY_CHART |= {"prefill_min", "prefill_max", "decode_min", "decode_max", "router_url"}
 _LINE = 118
 
 
@@ -31,9 +33,10 @@ def _plain(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def expected() -> str:
-    """values.schema.json with both definitions up to date."""
+    """values.schema.json with these definitions up to date."""
     schema = json.loads(SCHEMA_PATH.read_text())
     schema["$defs"]["routerConfig"] = definition(RouterSettings)
+    schema["$defs"]["autoscaleConfig"] = definition(AutoscaleSettings)
     schema["$defs"]["workerConfig"] = definition(WorkerSettings)
     return to_text(schema) + "\n"
 

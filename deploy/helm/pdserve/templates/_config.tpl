@@ -7,7 +7,14 @@
 {{- $pools := dict
   "prefill" .Values.prefill.replicas
   "decode" .Values.decode.replicas
-  "drain_grace_s" (sub .Values.decode.terminationGracePeriodSeconds 15) -}}
+  "drain_grace_s" (sub .Values.decode.terminationGracePeriodSeconds 15)
+  "start_limit_s" 3600 -}}
+{{- $autoscale := dict
+  "prefill_min" (max 1 .Values.prefill.minReplicas)
+  "prefill_max" .Values.prefill.maxReplicas
+  "decode_min" (max 1 .Values.decode.minReplicas)
+  "decode_max" .Values.decode.maxReplicas
+  "router_url" (printf "http://%s:%v" (include "pdserve.fullname" .) .Values.router.service.httpPort) -}}
 {{- $router := dict
   "host" "0.0.0.0"
   "http_port" .Values.router.service.httpPort
@@ -17,6 +24,7 @@
   "namespace" (include "pdserve.fullname" .)
   "model" $model
   "pools" $pools
+  "autoscale" (merge $autoscale .Values.config.autoscale)
   "router" (merge $router .Values.config.router)
   "prefill_worker" (include "pdserve.workerConfig" (dict "pool" .Values.prefill "config" .Values.config.prefill_worker "root" $) | fromYaml)
   "decode_worker" (include "pdserve.workerConfig" (dict "pool" .Values.decode "config" .Values.config.decode_worker "root" $) | fromYaml)

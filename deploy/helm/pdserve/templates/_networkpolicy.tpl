@@ -58,9 +58,9 @@ ingress:
     {{- end }}
   - ports:
       - {protocol: TCP, port: {{ .Values.router.service.httpPort }}}
-    from: # a pod that ends asks a router to drain its worker
+    from: # a pod that ends asks a router to drain its worker; the pool controller beside the head asks for the load
       - podSelector:
-          {{- include "pdserve.pods" (dict "in" (list "prefill" "decode") "root" .) | nindent 10 }}
+          {{- include "pdserve.pods" (dict "in" (list "prefill" "decode" "ray-head") "root" .) | nindent 10 }}
   - ports:
       - {protocol: TCP, port: {{ .Values.router.metricsPort }}}
     from:
@@ -137,6 +137,11 @@ egress:
       {{- range .Values.networkPolicy.apiServer.ports }}
       - {protocol: TCP, port: {{ . }}}
       {{- end }}
+  - to:
+      - podSelector:
+          {{- include "pdserve.pods" (dict "in" (list "router") "root" .) | nindent 10 }}
+    ports:
+      - {protocol: TCP, port: {{ .Values.router.service.httpPort }}}
   {{- include "pdserve.toRedis" . | nindent 2 }}
 {{- end }}
 
