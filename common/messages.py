@@ -108,7 +108,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """The prefill worker's only answer: the first token of each choice, at once, before the KV has arrived."""
+    """The first token of each choice, at once, before the KV has arrived.
+
+    Nothing follows but, when the link is lost under the transfer, an AttemptFailed.
+    """
 
     attempt_id: AttemptId
     prefill_try: int

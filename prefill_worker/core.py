@@ -320,16 +320,20 @@ class PrefillCore:
                 self._effects.append(effect)
 
     def _on_transfer_ended(self, ended: TransferEnded, now_s: float) -> None:
-        """Nothing touches the blocks for the transfer any more. One that failed early makes computing pointless."""
+        """Nothing touches the blocks for the transfer any more. The decode worker may not know of a lost link."""
         request = self._requests.get(ended.transfer_id)
         if request is None or not request.is_transferring:
             raise self._invalid(f"end of unknown transfer {ended.transfer_id}")
         request.is_transferring = False
+        reason = f"transfer: {ended.outcome} {ended.reason}".rstrip()
         if request.phase is Phase.RUNNING:
             assert ended.outcome is not Outcome.DONE, f"{request} was transferred before it was computed"
-            self._fail(request, f"transfer: {ended.outcome} {ended.reason}".rstrip(), now_s, is_retryable=True)
-        else:
-            self._release_if_idle(request)
+            self._fail(request, reason, now_s, is_retryable=True)
+            return
+        if request.phase is Phase.COMPUTED and ended.outcome is Outcome.LINK_LOST:
+            failed = AttemptFailed(request.work.attempt_id, reason, True, request.message.prefill_try)
+            self._effects.append(SendToRouter(request.router_id, failed))
+        self._release_if_idle(request)
 
     # ---- ends ---------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from kvtransfer.events import (
     CancelledByPeer,
     FirstTokensSampled,
     Outcome,
+    PeerLost,
     SenderEffect,
     SenderEvent,
     TransferCancelRequested,
@@ -58,6 +59,8 @@ class ScriptedSender:
                 return self.end(transfer_id, Outcome.DONE)
             case CancelledByPeer(transfer_id):
                 return self.end(transfer_id, Outcome.CANCELLED)
+            case PeerLost():  # of the only peer
+                return [effect for key in list(self.active) for effect in self.end(key, Outcome.LINK_LOST)]
         return []
 
     def end(self, transfer_id: TransferId, outcome: Outcome) -> list[SenderEffect]:
@@ -115,6 +118,9 @@ class Bench:
 
     def lose_transfer(self, name: str, prefill_try: int = 0) -> list[PrefillEffect]:
         return self.handle(CancelledByPeer(TransferId(attempt(name), prefill_try), "gone"))
+
+    def lose_link(self) -> list[PrefillEffect]:
+        return self.handle(PeerLost(DECODE, "gone"))
 
     def step(self, seconds: float = 0.01) -> list[PrefillEffect]:
         """Run the running step with its layers, and finish it."""

@@ -432,6 +432,15 @@ def test_transfer_that_fails_after_the_first_tokens_is_the_decode_sides_news() -
     assert bench.counts() == (0, 0)
 
 
+def test_link_that_is_lost_after_the_first_tokens_is_told_as_the_decode_side_may_never_have_heard_of_it() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(20)))
+    bench.run_all()
+    bench.lose_link()
+    assert bench.messages("a")[1:] == [AttemptFailed(attempt("a"), "transfer: link_lost scripted", True, 0)]
+    assert bench.counts() == (0, 0)
+
+
 def test_row_that_is_not_finite_fails_alone_and_is_never_hit_again() -> None:
     """Nor are the blocks of its earlier chunks: the trouble may lie there."""
     bench = Bench(budget=64)

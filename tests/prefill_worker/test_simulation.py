@@ -289,6 +289,13 @@ class Life:
 
     def check_answer(self, transfer_id: TransferId, message: Prefill) -> None:
         answers, work = self.answers.get(transfer_id, []), message.work
+        if len(answers) == 2:  # a link lost after the first tokens
+            first, last = answers
+            assert isinstance(first, FirstTokens)
+            assert isinstance(last, AttemptFailed)
+            assert last.reason.startswith("transfer: link_lost")
+            assert self.has_faults
+            answers = answers[:1]
         assert len(answers) == 1 or (not answers and transfer_id in self.is_expendable), f"{transfer_id}: {answers}"
         for answer in answers:
             if isinstance(answer, FirstTokens):

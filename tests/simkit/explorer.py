@@ -28,8 +28,8 @@ class World(Protocol):
         """Raise AssertionError when this state is forbidden."""
         ...
 
-    def identity_facts(self) -> object:
-        """Where it matters which of two equal objects is meant: two states that differ in this are two."""
+    def key_parts(self) -> object:
+        """All that makes this state what it is: states with equal parts are one."""
         ...
 
     def check_quiet(self) -> None:
@@ -117,7 +117,7 @@ def _expand(
 
 def _key(world: World) -> bytes:
     """A digest keeps millions of states small; two that collide would be 2^-128 bad luck."""
-    return hashlib.blake2b(key_of(world, world.identity_facts()), digest_size=16).digest()
+    return hashlib.blake2b(key_of(world.key_parts()), digest_size=16).digest()
 
 
 def _step(world: World, choice: str) -> None:

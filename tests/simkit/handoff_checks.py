@@ -31,11 +31,11 @@ def identity_facts(world: "HandoffWorld") -> object:
 def check_quiet(world: "HandoffWorld") -> None:
     """Nothing is left anywhere, whatever happened; what was acknowledged was received."""
     assert all(entry.outcome is not None for entry in world.tries), "a transfer never ended"
-    assert not any(session.packing for session in world.sessions.values())
-    if world.frozen is not None:
+    assert not any(session.packing for session in world.net.sessions.values())
+    if world.net.frozen is not None:
         return
-    assert not world.staged, f"staging buffers leaked: {world.staged}"
-    assert not world.writing
+    assert not world.net.staged, f"staging buffers leaked: {world.net.staged}"
+    assert not world.net.writing
     for attempt_id, grant in world.grants.items():
         outcomes = [entry.outcome for entry in world.tries if entry.transfer_id.attempt_id == attempt_id]
         if Outcome.DONE in outcomes and not world.faults.has_peer_lied:

@@ -12,7 +12,7 @@ from kvtransfer.events import (
     PeerLost,
     TransferCancelRequested,
 )
-from tests.simkit.handoff_parts import Pair, Session, new_receiver, new_sender, ref_of
+from tests.simkit.handoff_parts import new_receiver, new_sender, next_life, ref_of
 
 if TYPE_CHECKING:
     from tests.simkit.handoff_world import HandoffWorld
@@ -47,13 +47,13 @@ class HandoffFaults:
         getattr(self, f"_{kind}")(world, target)
 
     def _break(self, world: "HandoffWorld", target: str) -> None:
-        world.break_session(*_session(world, target))
+        world.net.break_session(*world.net.session(int(target)))
 
     def _corrupt(self, world: "HandoffWorld", target: str) -> None:
-        world._do_move(*_session(world, target), "digest differs")
+        world.net.move(world, *world.net.session(int(target)), "digest differs")
 
     def _freeze(self, world: "HandoffWorld", target: str) -> None:
-        world.frozen = target
+        world.net.frozen = target
 
     def _cancel_prefill(self, world: "HandoffWorld", target: str) -> None:
         entry = world.tries[int(target)]
@@ -64,7 +64,7 @@ class HandoffFaults:
         world.to_receiver(world.grants[attempt_id].receiver, ExpectationWithdrawn(attempt_id, "client gone"))
 
     def _deadline(self, world: "HandoffWorld", _: str) -> None:
-        world._do_deadline()
+        world.pass_deadline()
 
     def _crash_sender(self, world: "HandoffWorld", name: str) -> None:
         """Its memory is gone; a new life starts at once and knows nothing."""
@@ -72,18 +72,16 @@ class HandoffFaults:
         for entry in world.tries:
             if entry.pair.sender == name and entry.outcome is None:
                 entry.outcome = Outcome.LINK_LOST
-        _break_all(world, lambda pair: pair.sender == name)
-        world.senders[_next_life(name)] = new_sender()
+        world.senders[next_life(name)] = new_sender()
+        world.net.kill(name, next_life(name))
 
     def _crash_receiver(self, world: "HandoffWorld", name: str) -> None:
         del world.receivers[name]
         for grant in world.grants.values():
             if grant.receiver == name:
                 grant.end = "crashed"
-        world.writing.clear()
-        world.staged.clear()
-        _break_all(world, lambda pair: pair.receiver == name)
-        world.receivers[_next_life(name)] = new_receiver()
+        world.receivers[next_life(name)] = new_receiver()
+        world.net.kill(name, next_life(name))
 
     def _lose_again(self, world: "HandoffWorld", _: str) -> None:
         """Both shells report the loss of a peer that neither core knows any more."""
@@ -93,52 +91,37 @@ class HandoffFaults:
 
     def _early_ack(self, world: "HandoffWorld", target: str) -> None:
         self.has_peer_lied = True
-        _, session = _session(world, target)
+        _, session = world.net.session(int(target))
         session.down.append(AcknowledgedByPeer(world.tries[0].transfer_id))
 
     def _malform(self, world: "HandoffWorld", target: str) -> None:
         idx, how = target.split(":")
-        _, session = _session(world, idx)
+        _, session = world.net.session(int(idx))
         announced = session.up[0]
         assert isinstance(announced, ChunkAnnounced)
         session.is_malformed = True
         session.up[0] = replace(announced, chunk=replace(announced.chunk, **MALFORMATIONS[how]))
 
 
-def _next_life(name: str) -> str:
-    worker_id, life = name.split(".")
-    return f"{worker_id}.{int(life) + 1}"
-
-
-def _break_all(world: "HandoffWorld", is_of: Callable[[Pair], bool]) -> None:
-    for pair, session in list(world.sessions.items()):
-        if is_of(pair):
-            world.break_session(pair, session)
-
-
-def _session(world: "HandoffWorld", target: str) -> tuple[Pair, Session]:
-    return list(world.sessions.items())[int(target)]
-
-
 # ---- what each kind can hit ---------------------------------------------------------------------------
 
 
 def _unbroken(world: "HandoffWorld") -> list[str]:
-    return [str(idx) for idx, session in enumerate(world.sessions.values()) if not session.is_broken]
+    return [str(idx) for idx, session in enumerate(world.net.sessions.values()) if not session.is_broken]
 
 
 def _moving(world: "HandoffWorld") -> list[str]:
-    sessions = list(world.sessions.values())
+    sessions = list(world.net.sessions.values())
     return [idx for idx in _unbroken(world) if sessions[int(idx)].sent and sessions[int(idx)].posted]
 
 
 def _ready(world: "HandoffWorld") -> list[str]:
-    sessions = list(world.sessions.values())
+    sessions = list(world.net.sessions.values())
     return [idx for idx in _unbroken(world) if sessions[int(idx)].is_sender_ready]
 
 
 def _malformable(world: "HandoffWorld") -> list[str]:
-    sessions = list(world.sessions.values())
+    sessions = list(world.net.sessions.values())
     heads = [(idx, sessions[int(idx)].up[:1]) for idx in _unbroken(world)]
     return [
         f"{idx}:{how}" for idx, head in heads if head and isinstance(head[0], ChunkAnnounced) for how in MALFORMATIONS
@@ -147,8 +130,8 @@ def _malformable(world: "HandoffWorld") -> list[str]:
 
 _TARGETS: "dict[str, Callable[[HandoffWorld], list[str]]]" = {
     "break": _unbroken,
-    "corrupt": lambda world: [] if world.frozen else _moving(world),
-    "freeze": lambda world: [] if world.frozen else list(world.receivers),
+    "corrupt": lambda world: [] if world.net.frozen else _moving(world),
+    "freeze": lambda world: [] if world.net.frozen else list(world.receivers),
     "cancel_prefill": lambda world: [
         str(idx) for idx, entry in enumerate(world.tries) if entry.pair.sender in world.senders
     ],
@@ -156,7 +139,7 @@ _TARGETS: "dict[str, Callable[[HandoffWorld], list[str]]]" = {
     "deadline": lambda world: [""] if world.next_deadline_s() is not None else [],
     "crash_sender": lambda world: list(world.senders),
     "crash_receiver": lambda world: list(world.receivers),
-    "lose_again": lambda world: [] if world.sessions else [""],
+    "lose_again": lambda world: [] if world.net.sessions else [""],
     "early_ack": _ready,
     "malform": _malformable,
 }

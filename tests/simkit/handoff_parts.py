@@ -22,6 +22,7 @@ from kvtransfer.events import (
 from kvtransfer.plan import ChunkPlanner
 from kvtransfer.receiver import ReceiverCore
 from kvtransfer.sender import SenderCore
+from tests.simkit.layered_engine import Payload
 
 NUM_LAYERS = 2
 PLANNER = ChunkPlanner(NUM_LAYERS, 1, min_chunk_bytes=1, header_bytes=0)
@@ -64,7 +65,7 @@ class Session:
     up: list[ReceiverEvent] = field(default_factory=list)
     down: list[SenderEvent] = field(default_factory=list)
     packing: list[SendChunk] = field(default_factory=list)
-    sent: list[SendChunk] = field(default_factory=list)  # on the link, not taken
+    sent: list[tuple[SendChunk, Payload]] = field(default_factory=list)  # on the link, not taken
     taken: list[SendChunk] = field(default_factory=list)  # taken, the sender does not know yet
     posted: list[PostReceive] = field(default_factory=list)
 
@@ -107,6 +108,11 @@ def new_receiver() -> ReceiverCore:
 
 def ref_of(name: str) -> WorkerRef:
     return WorkerRef(*name.split("."))
+
+
+def next_life(name: str) -> str:
+    worker_id, life = name.split(".")
+    return f"{worker_id}.{int(life) + 1}"
 
 
 def name_of(ref: WorkerRef) -> str:

@@ -15,31 +15,18 @@ from common.ids import AttemptId, RequestId, TransferId
 from common.request import SampledToken
 from kvtransfer.events import (
     AttemptReleased,
-    Chunk,
-    ChunkPacked,
-    ChunkReceived,
-    ChunkSent,
-    ChunkWritten,
-    ConnectPeer,
-    DiscardChunk,
-    DropPeer,
     FirstToken,
     FirstTokensSampled,
     Outcome,
-    PeerLost,
-    PeerReady,
-    PostReceive,
     ReceiverEffect,
     ReceiverEvent,
-    SendAcknowledged,
-    SendCancel,
     SendChunk,
     SenderEffect,
     SenderEvent,
-    SendFinished,
     TokensComputed,
     TransferEnded,
     TransferExpected,
+    TransferFailedLocally,
     TransferReceived,
     TransferStarted,
     WriteChunk,
@@ -48,19 +35,17 @@ from kvtransfer.receiver import ReceiverCore
 from kvtransfer.sender import SenderCore
 from tests.simkit import handoff_checks
 from tests.simkit.handoff_faults import HandoffFaults
+from tests.simkit.handoff_net import HandoffNet
 from tests.simkit.handoff_parts import (
     NUM_LAYERS,
     Grant,
     Pair,
-    Session,
     Try,
-    message_down,
-    message_up,
-    name_of,
     new_receiver,
     new_sender,
     ref_of,
 )
+from tests.simkit.layered_engine import Payload
 
 TOKENS = (FirstToken(0, SampledToken(7)),)
 DEADLINE_S = 100.0
@@ -89,13 +74,10 @@ class HandoffWorld:
         self.progress = [(layer + 1, token + 1) for token in range(num_tokens) for layer in range(NUM_LAYERS)]
         self.senders: dict[str, SenderCore] = {f"p{idx}.1": new_sender() for idx in range(num_senders)}
         self.receivers: dict[str, ReceiverCore] = {"d.1": new_receiver()}
-        self.sessions: dict[Pair, Session] = {}
+        self.net: HandoffNet = HandoffNet([*self.senders, *self.receivers])
         self.tries: list[Try] = []
         self.grants: dict[AttemptId, Grant] = {}
-        self.staged: dict[tuple[str, TransferId, int], Chunk] = {}
-        self.writing: list[tuple[str, WriteChunk]] = []
         self.now_s = 0.0
-        self.frozen: str | None = None
         for idx in range(num_requests):
             self.start_attempt(AttemptId(RequestId(f"r{idx}"), 0), idx, is_expected=not is_granted_late)
 
@@ -111,34 +93,14 @@ class HandoffWorld:
 
     def choices(self) -> Sequence[str]:
         choices = [f"compute {idx}" for idx, entry in enumerate(self.tries) if self._can_compute(entry)]
-        for idx, (pair, session) in enumerate(self.sessions.items()):
-            choices += [f"{action} {idx}" for action in self._session_actions(pair, session)]
-        if self.writing and self.writing[0][0] != self.frozen:
-            choices.append("write")
+        choices += self.net.choices()
         choices += [f"retry {idx}" for idx, key in enumerate(self.grants) if self._can_retry(key)]
         choices += [f"replay {idx}" for idx, key in enumerate(self.grants) if self._can_replay(key)]
         choices += [f"expect {idx}" for idx, grant in enumerate(self.grants.values()) if not grant.is_expected]
         # When nothing else can happen, time passes: that is no fault, it is what deadlines are for.
         if not choices and self.next_deadline_s() is not None:
-            choices.append("deadline")
+            choices.append("deadline 0")
         return choices + self.faults.choices(self)
-
-    def _session_actions(self, pair: Pair, session: Session) -> list[str]:
-        is_awake = pair.receiver != self.frozen
-        actions = ["pack"] if session.packing else []
-        actions += ["know"] if session.taken else []
-        if session.is_predecessor_known and is_awake:
-            actions.append("receiver_hears_old_loss")
-        if session.is_broken:
-            actions += [] if session.is_sender_done else ["sender_hears_loss"]
-            return actions + (["receiver_hears_loss"] if session.is_known and is_awake else [])
-        actions += ["ready"] if session.is_known and not session.is_sender_ready else []
-        actions += ["down"] if session.down and session.is_sender_ready else []
-        if is_awake:
-            actions += [] if session.is_known else ["connect"]
-            actions += ["up"] if session.up else []
-            actions += ["move"] if session.sent and session.posted else []
-        return actions
 
     def _can_compute(self, entry: Try) -> bool:
         return entry.outcome is None and entry.num_computed <= len(self.progress)
@@ -158,14 +120,13 @@ class HandoffWorld:
         if choice.startswith("!"):
             self.faults.apply(self, choice[1:])
             return
-        action, _, argument = choice.partition(" ")
-        if action in ("compute", "retry", "replay", "expect"):
-            getattr(self, f"_do_{action}")(int(argument))
-        elif argument:
-            pair, session = list(self.sessions.items())[int(argument)]
-            getattr(self, f"_do_{action}")(pair, session)
+        action, _, idx = choice.partition(" ")
+        if action == "deadline":
+            self.pass_deadline()
+        elif action in ("compute", "retry", "replay", "expect"):
+            getattr(self, f"_do_{action}")(int(idx))
         else:
-            getattr(self, f"_do_{action}")()
+            self.net.apply(self, choice)
 
     def _do_compute(self, idx: int) -> None:
         entry = self.tries[idx]
@@ -175,53 +136,6 @@ class HandoffWorld:
             event = FirstTokensSampled(entry.transfer_id, TOKENS)
         entry.num_computed += 1
         self.to_sender(entry.pair.sender, event)
-
-    def _do_connect(self, pair: Pair, session: Session) -> None:
-        if session.is_predecessor_known:  # the shell ends a peer's old session before it takes a new one
-            self._do_receiver_hears_old_loss(pair, session)
-        session.is_known = True
-        self.to_receiver(pair.receiver, PeerReady(ref_of(pair.sender)))
-
-    def _do_ready(self, pair: Pair, session: Session) -> None:
-        session.is_sender_ready = True
-        self.to_sender(pair.sender, PeerReady(ref_of(pair.receiver)))
-
-    def _do_pack(self, pair: Pair, session: Session) -> None:
-        effect = session.packing.pop(0)
-        if not session.is_broken:
-            session.sent.append(effect)
-        self.to_sender(pair.sender, ChunkPacked(effect.transfer_id, effect.chunk.seq))
-
-    def _do_know(self, pair: Pair, session: Session) -> None:
-        effect = session.taken.pop(0)
-        self.to_sender(pair.sender, ChunkSent(effect.transfer_id, effect.chunk.seq))
-
-    def _do_up(self, pair: Pair, session: Session) -> None:
-        self.to_receiver(pair.receiver, session.up.pop(0))
-
-    def _do_down(self, pair: Pair, session: Session) -> None:
-        self.to_sender(pair.sender, session.down.pop(0))
-
-    def _do_move(self, pair: Pair, session: Session, error: str | None = None) -> None:
-        sent, posted = session.sent.pop(0), session.posted.pop(0)
-        if (sent.transfer_id, sent.chunk) != (posted.transfer_id, posted.chunk):
-            assert session.is_malformed, "the link is out of step"
-            error = "the header is of another chunk"
-        session.taken.append(sent)
-        self.staged[(pair.sender, posted.transfer_id, posted.chunk.seq)] = posted.chunk
-        received = ChunkReceived(ref_of(pair.sender), posted.transfer_id, posted.chunk.seq, error)
-        self.to_receiver(pair.receiver, received)
-
-    def _do_write(self) -> None:
-        receiver, effect = self.writing.pop(0)
-        transfer_id, chunk = effect.transfer_id, effect.chunk
-        grant = self.grants[transfer_id.attempt_id]
-        assert grant.end is None, f"a write into blocks of {transfer_id.attempt_id} after it was {grant.end}"
-        for layer in range(chunk.layer_start, chunk.layer_end):
-            for token in range(chunk.token_start, chunk.token_end):
-                grant.cells[(layer, token)] = transfer_id.prefill_try
-        del self.staged[(name_of(effect.peer), transfer_id, chunk.seq)]
-        self.to_receiver(receiver, ChunkWritten(transfer_id, chunk.seq))
 
     def _do_retry(self, idx: int) -> None:
         attempt_id = list(self.grants)[idx]
@@ -237,44 +151,15 @@ class HandoffWorld:
         self.grants[attempt_id].is_expected = True
         self._expect(attempt_id)
 
-    def _do_sender_hears_loss(self, pair: Pair, session: Session) -> None:
-        session.packing.clear()
-        session.taken.clear()
-        session.is_sender_done = True
-        self._forget_if_over(pair, session)
-        self.to_sender(pair.sender, PeerLost(ref_of(pair.receiver), "broken"))
-
-    def _do_receiver_hears_loss(self, pair: Pair, session: Session) -> None:
-        session.posted.clear()
-        session.is_known = False
-        self._forget_if_over(pair, session)
-        self.to_receiver(pair.receiver, PeerLost(ref_of(pair.sender), "broken"))
-
-    def _do_receiver_hears_old_loss(self, pair: Pair, session: Session) -> None:
-        session.is_predecessor_known = False
-        self.to_receiver(pair.receiver, PeerLost(ref_of(pair.sender), "broken"))
-
-    def _do_deadline(self) -> None:
+    def pass_deadline(self) -> None:
         deadline_s = self.next_deadline_s()
         assert deadline_s is not None
         self.now_s = max(self.now_s, deadline_s)
         for name, sender in list(self.senders.items()):
             self._perform_sender(name, sender.handle_deadline(self.now_s))
         for name, receiver in list(self.receivers.items()):
-            if name != self.frozen:
+            if name != self.net.frozen:
                 self._perform_receiver(name, receiver.handle_deadline(self.now_s))
-
-    def break_session(self, pair: Pair, session: Session) -> None:
-        """What was under way is lost; a pack that runs ends, and what was taken before is told before the loss."""
-        session.is_broken = True
-        session.up, session.down, session.sent = [], [], []
-        if pair.sender not in self.senders:
-            session.is_sender_done = True
-            session.packing, session.taken = [], []
-        if pair.receiver not in self.receivers:
-            session.is_known = session.is_predecessor_known = False
-            session.posted = []
-        self._forget_if_over(pair, session)
 
     # ---- performing effects -------------------------------------------------------------------------
 
@@ -305,33 +190,14 @@ class HandoffWorld:
         if isinstance(effect, TransferEnded):
             self._end_transfer(effect)
             return
-        pair = Pair(name, name_of(effect.peer))
-        session = self.sessions.get(pair)
-        if isinstance(effect, ConnectPeer):
-            self._connect(pair, session)
-        elif isinstance(effect, DropPeer):
-            if session is not None:
-                self.break_session(pair, session)
-        elif session is not None:
-            self._send_up(pair, session, effect)
-
-    def _connect(self, pair: Pair, old: Session | None) -> None:
-        is_known = old is not None and (old.is_known or old.is_predecessor_known)
-        session = self.sessions[pair] = Session(is_predecessor_known=is_known)
-        if pair.receiver not in self.receivers:
-            self.break_session(pair, session)
-
-    def _send_up(self, pair: Pair, session: Session, effect: SendChunk | SendFinished | SendCancel) -> None:
         if isinstance(effect, SendChunk):
             assert self._try(effect.transfer_id).outcome is None, f"{effect.transfer_id} is read after it ended"
-            session.packing.append(effect)
-        if not session.is_broken:
-            session.up.append(message_up(ref_of(pair.sender), effect))
+        self.net.perform_sender(name, effect)
 
     def _end_transfer(self, effect: TransferEnded) -> None:
         entry = self._try(effect.transfer_id)
         assert entry.outcome is None, f"{entry.transfer_id} ended twice"
-        session = self.sessions.get(entry.pair)
+        session = self.net.sessions.get(entry.pair)
         packing = [chunk for chunk in session.packing if chunk.transfer_id == entry.transfer_id] if session else []
         assert not packing, f"{entry.transfer_id} ended while a pack reads its blocks"
         entry.outcome = effect.outcome
@@ -342,35 +208,34 @@ class HandoffWorld:
 
     def _perform_receiver_effect(self, name: str, effect: ReceiverEffect) -> None:
         match effect:
-            case WriteChunk(_, transfer_id):
-                end = self.grants[transfer_id.attempt_id].end
-                assert end is None, f"{transfer_id} is written after it was {end}"
-                self.writing.append((name, effect))
-            case DiscardChunk(peer, transfer_id, seq):
-                del self.staged[(name_of(peer), transfer_id, seq)]
             case TransferReceived(transfer_id):
                 self._end_attempt(transfer_id.attempt_id, "received")
                 self._check_cells(transfer_id)
             case AttemptReleased(attempt_id):
                 self._end_attempt(attempt_id, "released")
-            case PostReceive(peer) | DropPeer(peer) | SendAcknowledged(peer) | SendCancel(peer):
-                self._send_down(Pair(name_of(peer), name), effect)
+            case TransferFailedLocally():
+                pass
+            case _:
+                self.net.perform_receiver(name, effect)
 
-    def _send_down(self, pair: Pair, effect: PostReceive | DropPeer | SendAcknowledged | SendCancel) -> None:
-        session = self.sessions.get(pair)
-        if session is None or not session.is_known or session.is_broken:
-            return  # not into a session that the receiver has not heard of
-        if isinstance(effect, PostReceive):
-            session.posted.append(effect)
-        elif isinstance(effect, DropPeer):
-            self.break_session(pair, session)
-        else:
-            session.down.append(message_down(effect))
+    def read_chunk(self, name: str, effect: SendChunk) -> Payload:
+        """Every cell holds the try that computed it."""
+        assert name in self.senders
+        chunk, prefill_try = effect.chunk, effect.transfer_id.prefill_try
+        return [[prefill_try] * (chunk.token_end - chunk.token_start)] * (chunk.layer_end - chunk.layer_start)
+
+    def write_chunk(self, name: str, effect: WriteChunk, payload: Payload) -> None:
+        grant, chunk = self.grants[effect.transfer_id.attempt_id], effect.chunk
+        assert grant.receiver == name
+        assert grant.end is None, f"a write into blocks of {effect.transfer_id} after it was {grant.end}"
+        for layer, row in enumerate(payload, chunk.layer_start):
+            for token, prefill_try in enumerate(row, chunk.token_start):
+                grant.cells[(layer, token)] = prefill_try
 
     def _end_attempt(self, attempt_id: AttemptId, how: str) -> None:
         grant = self.grants[attempt_id]
         assert grant.end is None, f"{attempt_id} {how} after it was {grant.end}"
-        writing = [effect for _, effect in self.writing if effect.transfer_id.attempt_id == attempt_id]
+        writing = [effect for _, effect in self.net.writing if effect.transfer_id.attempt_id == attempt_id]
         assert not writing, f"{attempt_id} {how} while a write touches its blocks"
         grant.end = how
 
@@ -379,10 +244,6 @@ class HandoffWorld:
         cells = self.grants[transfer_id.attempt_id].cells
         assert cells.keys() == expected, f"{transfer_id} received without {expected - cells.keys()}"
         assert set(cells.values()) == {transfer_id.prefill_try}, f"{transfer_id} received with KV of {cells}"
-
-    def _forget_if_over(self, pair: Pair, session: Session) -> None:
-        if session.is_over and self.sessions.get(pair) is session:
-            del self.sessions[pair]
 
     def _try(self, transfer_id: TransferId) -> Try:
         return next(entry for entry in self.tries if entry.transfer_id == transfer_id)
@@ -395,10 +256,10 @@ class HandoffWorld:
     def check_quiet(self) -> None:
         handoff_checks.check_quiet(self)
 
-    def identity_facts(self) -> object:
-        return handoff_checks.identity_facts(self)
+    def key_parts(self) -> object:
+        return self, handoff_checks.identity_facts(self)
 
     def next_deadline_s(self) -> float | None:
-        awake = [core for name, core in self.receivers.items() if name != self.frozen]
+        awake = [core for name, core in self.receivers.items() if name != self.net.frozen]
         deadlines = [*(core.next_deadline_s() for core in self.senders.values()), *(c.next_deadline_s() for c in awake)]
         return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 from common.engine.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, StepResult
 from common.request import SampledToken, SamplingParams
+from kvtransfer.events import Chunk
 
 NUM_LAYERS = 2
 VOCAB_SIZE = 50
 UNWRITTEN = -1
 
 Rows = list[list[int]]  # [layer][position]
+Payload = list[list[int]]  # [layer][token] of one chunk
 
 
 def rows_of(token_ids: Sequence[int]) -> Rows:
@@ -83,6 +85,21 @@ class LayeredEngine:
             [self.read(layer, sequence.block_table, position) for position in range(end)] for layer in range(NUM_LAYERS)
         ]
         return SequenceResult(sequence.sequence_id, tuple(_sampled(rows, spec) for spec in sequence.samples))
+
+
+def read_chunk(engine: LayeredEngine, chunk: Chunk, table: tuple[int, ...]) -> Payload:
+    """What a pack reads."""
+    layers = range(chunk.layer_start, chunk.layer_end)
+    return [
+        [engine.read(layer, table, token) for token in range(chunk.token_start, chunk.token_end)] for layer in layers
+    ]
+
+
+def write_chunk(engine: LayeredEngine, chunk: Chunk, table: tuple[int, ...], payload: Payload) -> None:
+    """What a write does."""
+    for layer, values in enumerate(payload, chunk.layer_start):
+        for token, value in enumerate(values, chunk.token_start):
+            engine.write(layer, table, token, value)
 
 
 def _sampled(rows: Rows, spec: SampleSpec) -> SampledToken:

@@ -15,7 +15,6 @@ from kvtransfer.events import (
     AcknowledgedByPeer,
     CancelAnnounced,
     CancelledByPeer,
-    Chunk,
     ChunkAnnounced,
     ChunkPacked,
     ChunkReceived,
@@ -34,12 +33,11 @@ from kvtransfer.events import (
     SendFinished,
     WriteChunk,
 )
-from tests.simkit.layered_engine import LayeredEngine
+from tests.simkit.layered_engine import Payload, read_chunk, write_chunk
 from tests.simkit.nodes import SimWorker
 from tests.simkit.virtual_time import VirtualTime
 
 COPY_S = 0.0005
-Payload = list[list[int]]  # [layer][token] of one chunk
 
 
 class Wire:
@@ -146,7 +144,7 @@ class Session:
         if not self.is_open or not self._packing:
             return
         effect = self._packing.popleft()
-        self._sent.append((effect, _read(self.sender.engine, effect.chunk, effect.block_table)))
+        self._sent.append((effect, read_chunk(self.sender.engine, effect.chunk, effect.block_table)))
         self.sender.post(ChunkPacked(effect.transfer_id, effect.chunk.seq))
         self._move()
 
@@ -247,18 +245,5 @@ class Sessions:
 
     def _write(self, worker: SimWorker, effect: WriteChunk, payload: Payload) -> None:
         if worker.is_alive:
-            _write(worker.engine, effect.chunk, effect.block_table, payload)
+            write_chunk(worker.engine, effect.chunk, effect.block_table, payload)
             worker.post(ChunkWritten(effect.transfer_id, effect.chunk.seq))
-
-
-def _read(engine: LayeredEngine, chunk: Chunk, table: tuple[int, ...]) -> Payload:
-    layers = range(chunk.layer_start, chunk.layer_end)
-    return [
-        [engine.read(layer, table, token) for token in range(chunk.token_start, chunk.token_end)] for layer in layers
-    ]
-
-
-def _write(engine: LayeredEngine, chunk: Chunk, table: tuple[int, ...], payload: Payload) -> None:
-    for layer, values in enumerate(payload, chunk.layer_start):
-        for token, value in enumerate(values, chunk.token_start):
-            engine.write(layer, table, token, value)

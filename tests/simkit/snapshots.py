@@ -1,7 +1,7 @@
 """Copies of a world of real cores, and a key that is equal for equal states. Pickling, made fast for dataclasses.
 
 A copy keeps which objects are the same one. The key forgets it, so that two equal states get one key whichever way
-they came about; a world says in `identity_facts` where sameness matters.
+they came about; a world adds to its key where sameness matters.
 """
 
 import io
@@ -11,6 +11,8 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
 from typing import Any
+
+from common.deadlines import Deadlines
 
 Reducer = Callable[[Any], tuple[Any, ...]]
 
@@ -40,7 +42,14 @@ def _reducer_of(cls: type) -> Reducer | None:
     return lambda value: (cls, all_of(value))
 
 
+def _deadlines_in_order(deadlines: Deadlines[Any]) -> tuple[Any, ...]:
+    """Without the entries that are stale and the numbers that only break ties."""
+    entries = sorted((entry, key) for key, entry in deadlines._current.items())
+    return tuple, ([(key, deadline_s) for (deadline_s, _), key in entries],)
+
+
 _REDUCERS = _Reducers()
+_KEY_REDUCERS = _Reducers({Deadlines: _deadlines_in_order})
 
 
 def copy_of(world: object) -> bytes:
@@ -52,15 +61,15 @@ def restore(copy: bytes) -> Any:
     return pickle.loads(copy)
 
 
-def key_of(world: object, identity_facts: object) -> bytes:
-    """Equal for equal states. The world must hold no cycles."""
-    return _dump((world, identity_facts), is_key=True)
+def key_of(state: object) -> bytes:
+    """Equal for equal states, and no other. The state must hold no cycles."""
+    return _dump(state, is_key=True)
 
 
 def _dump(value: object, *, is_key: bool) -> bytes:
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=5)
-    pickler.dispatch_table = _REDUCERS
+    pickler.dispatch_table = _KEY_REDUCERS if is_key else _REDUCERS
     pickler.fast = is_key
     pickler.dump(value)
     return buffer.getvalue()

@@ -1,0 +1,61 @@
+"""What must hold in every state of a `ClusterWorld`, and in those in which nothing but faults can happen."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from tests.simkit.small_process import BLOCK_SIZE
+
+if TYPE_CHECKING:
+    from tests.simkit.cluster_world import ClusterWorld
+
+
+def check(world: "ClusterWorld") -> None:
+    """Every core's invariants; whatever reads or writes blocks does it in blocks that somebody still holds."""
+    world.router.check_invariants()
+    for name, process in world.processes.items():
+        process.core.check_invariants()
+        for what, table, tokens in _touched(world, name):
+            for token in tokens:
+                block = table[token // BLOCK_SIZE]
+                assert process.pool.ref_count(block) > 0, f"{name}: block {block} is free while {what} touches it"
+
+
+def _touched(world: "ClusterWorld", name: str) -> Iterable[tuple[str, tuple[int, ...], range]]:
+    """(what, block table, tokens) of everything that is about to touch blocks of a process."""
+    for pair, session in world.net.sessions.items():
+        for pack in session.packing if pair.sender == name else []:
+            yield f"a pack of {pack.transfer_id}", pack.block_table, range(pack.chunk.token_start, pack.chunk.token_end)
+    for receiver, write in world.net.writing:
+        if receiver == name:
+            tokens = range(write.chunk.token_start, write.chunk.token_end)
+            yield f"a write of {write.transfer_id}", write.block_table, tokens
+    if (step := world.processes[name].step) is not None:
+        for sequence in step[0].plan.sequences:
+            yield "a step", sequence.block_table, range(sequence.start + len(sequence.token_ids))
+
+
+def check_quiet(world: "ClusterWorld") -> None:
+    """The request was answered, in full unless its client left; every block is free again."""
+    from tests.simkit.cluster_world import EXPECTED
+
+    assert world.end, "the request was never answered"
+    if world.budget.get("leave") != 0:
+        assert (world.end, world.output) == ("Finished", EXPECTED)
+    assert world.router.request_ids == ()
+    assert not world.net.writing
+    assert not world.net.staged, f"staging buffers leaked: {world.net.staged}"
+    for name, process in world.processes.items():
+        stats = process.pool.stats()
+        assert (stats.used, stats.held) == (0, 0), f"{name} leaks: {stats}"
+        assert process.core.next_deadline_s() is None, f"{name} still waits for something"
+
+
+def identity_facts(world: "ClusterWorld") -> object:
+    """Whether a write came by the link that a peer has now, and is of the expectation that stands now."""
+    receivers = [p.core._receiver for p in world.processes.values() if hasattr(p.core, "_receiver")]
+    return [
+        (receiver._peers.get(write.peer.ref) is write.peer, receiver._attempts.get(key) is write.attempt)
+        for receiver in receivers
+        for write in receiver._writes.values()
+        for key in [write.attempt.attempt_id]
+    ]
