@@ -115,12 +115,12 @@ def test_a_process_that_lost_its_mark_is_known_by_the_log_it_writes_and_a_reader
 
 
 def test_ending_a_session_spares_other_sessions() -> None:
-    mine, other = [
-        subprocess.Popen(SLEEP, env={**os.environ, SESSION_VARIABLE: name}) for name in ("test-mine", "test-other")
-    ]
-    assert end_session("test-mine", "/nonexistent") == [mine.pid]
+    # Names of this run alone: another run of this test on the machine has sessions, too.
+    names = (f"test-mine-{os.getpid()}", f"test-other-{os.getpid()}")
+    mine, other = [subprocess.Popen(SLEEP, env={**os.environ, SESSION_VARIABLE: name}) for name in names]
+    assert end_session(names[0], "/nonexistent") == [mine.pid]
     assert other.poll() is None
-    assert end_session("test-other", "/nonexistent") == [other.pid]
+    assert end_session(names[1], "/nonexistent") == [other.pid]
     mine.wait()
     other.wait()
 
