@@ -18,7 +18,9 @@ _STATES = {"ready": "green", "loading": "yellow", "draining": "yellow", "unhealt
 _STATUSES = {"finished": "green", "running": "blue", "failed": "red"}
 _NUM_REQUESTS = 12
 _NUM_TRANSFERS = 8
-_ID_WIDTH = 17
+_REQUEST_COLUMNS = (
+    ("status", 8), ("prompt", 6), ("cached", 6), ("output", 6), ("TTFT", 8), ("total", 8), ("prefill → decode", 20),
+)  # fmt: skip
 
 
 def watch(url: str, *, once: bool, as_json: bool) -> None:
@@ -115,28 +117,21 @@ def _transfers(transfers: Sequence[Mapping[str, Any]]) -> Panel:
 
 
 def _requests(requests: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="bright_black")
-    for name in ("request", "status", "prompt", "cached", "output", "TTFT", "total", "prefill → decode"):
-        is_text = name in ("request", "status", "prefill → decode")
-        table.add_column(
-            name, justify="left" if is_text else "right", no_wrap=True, min_width=0 if is_text else len(name)
-        )
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bright_black", expand=True)
+    table.add_column("request", ratio=1, no_wrap=True, min_width=8)
+    for name, width in _REQUEST_COLUMNS:
+        is_text = name in ("status", "prefill → decode")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True, width=width)
     for request in requests[:_NUM_REQUESTS]:
-        status = str(request["error"] or request["status"])
+        status = Text(str(request["error"] or request["status"]), _STATUSES.get(request["status"], ""))
         total_s = request["age_s"] if request["status"] == "running" else request["wall_s"]
         numbers = [str(request[f"num_{name}_tokens"]) for name in ("prompt", "cached", "completion")]
         first = _ms(request["time_to_first_token_s"]) if request["num_completion_tokens"] else "-"
-        where = f"{request['prefill_worker'] or 'local'} → {request['decode_worker'] or '-'}"
-        style = _STATUSES.get(request["status"], "")
+        prefill = "local" if request["is_local"] else request["prefill_worker"] or "-"
+        where = Text(f"{prefill} → {request['decode_worker'] or '-'}")
         # As Text: an id from outside is no markup.
-        table.add_row(
-            Text(_short(request["request_id"])), Text(status, style), *numbers, first, _ms(total_s), Text(where)
-        )
+        table.add_row(Text(request["request_id"]), status, *numbers, first, _ms(total_s), where)
     return table
-
-
-def _short(request_id: str) -> str:
-    return request_id if len(request_id) <= _ID_WIDTH else f"{request_id[: _ID_WIDTH - 1]}…"
 
 
 def _ms(seconds: float | None) -> str:

@@ -86,5 +86,6 @@ def brief(record: Mapping[str, Any]) -> dict[str, object]:
     return {
         **{name: record.get(name) for name in _BRIEF},
         **{name: timings.get(name) for name in _TIMINGS},
+        "is_local": bool(last.get("is_local")),
         **{role: str(last.get(role, "")).partition("#")[0] for role in ("prefill_worker", "decode_worker")},
     }

@@ -33,8 +33,8 @@ function updateRow(row, request) {
   setText(output, count(request.num_completion_tokens));
   setText(first, request.num_completion_tokens ? duration(request.time_to_first_token_s) : "–");
   setText(total, duration(isRunning ? request.age_s : request.wall_s));
-  const where = request.prefill_worker ? `${request.prefill_worker} → ${request.decode_worker}` : request.decode_worker;
-  setText(workers, `${where || "–"}${request.num_retries ? `, ${request.num_retries} ${request.num_retries === 1 ? "retry" : "retries"}` : ""}`);
+  const prefill = request.is_local ? "local" : request.prefill_worker || "–";
+  setText(workers, `${prefill} → ${request.decode_worker || "–"}${request.num_retries ? `, ${request.num_retries} ${request.num_retries === 1 ? "retry" : "retries"}` : ""}`);
   row.classList.toggle("selected", request.request_id === selected);
   row.querySelector("button").setAttribute("aria-pressed", String(request.request_id === selected));
 }
