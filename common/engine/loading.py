@@ -13,7 +13,9 @@ from common.kv.cache import KVCache, KVShape, num_blocks_that_fit
 from common.model.backend import AttentionBackend
 from common.model.cpu_backend import CpuBackend
 from common.model.decoder import build_decoder
+from common.model.native_backend import NativeBackend
 from common.model.weights import open_weights
+from common.native.ops import NativeOps, native_ops
 from common.request import PairingInfo
 
 PROTOCOL_VERSION = "1"  # of the handoff: the order and layout of what is sent
@@ -45,9 +47,10 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
     num_blocks = config.num_blocks or num_blocks_that_fit(config.kv_cache_bytes, shape, config.block_size)
     cache = KVCache(shape, num_blocks, config.block_size, device)
-    model = build_decoder(spec, open_weights(checkpoint, dtype, device), _backend(attention), device)
+    ops = native_ops() if attention == "cpu" else None
+    model = build_decoder(spec, open_weights(checkpoint, dtype, device), _backend(attention, ops), device, ops)
     return LoadedModel(
-        runner=ModelRunner(model, cache, device),
+        runner=ModelRunner(model, cache, device, ops),
         cache=cache,
         spec=spec,
         dtype=dtype,
@@ -92,12 +95,12 @@ def resolve_attention(attention: Attention) -> Attention:
     return attention
 
 
-def _backend(attention: Attention) -> AttentionBackend:
+def _backend(attention: Attention, ops: NativeOps | None) -> AttentionBackend:
     if attention == "triton":
         from common.kernels.backend import TritonBackend  # imports triton, which the cpu path does without
 
         return TritonBackend()
-    return CpuBackend()
+    return NativeBackend(ops) if ops is not None else CpuBackend()
 
 
 def _prepare_process(num_threads: int) -> None:

@@ -11,16 +11,23 @@ from common.kv.cache import KVCache
 from common.model.backend import AttentionBatch
 from common.model.decoder import Decoder
 from common.request import SampledToken
-from common.sampling import SampleError, sample
+from common.sampling import DrawCandidates, SampleError, sample
 
 
 class ModelRunner:
     """`Runner` on torch. One step at a time, from one thread."""
 
-    def __init__(self, model: Decoder, cache: KVCache, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        device: torch.device | str = "cpu",
+        draws: DrawCandidates | None = None,  # what narrows draws down; None = full noise
+    ) -> None:
         self._model = model
         self._cache = cache
         self._device = device
+        self._draws = draws
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> StepResult:
@@ -39,7 +46,7 @@ class ModelRunner:
         sampled = [(seq, end - 1) for seq, end in zip(sequences, ends, strict=True) if seq.samples]
         rows = self._int64([row for _, row in sampled])
         logits = self._model.forward(token_ids, batch, self._cache.layers, rows, layer_hook)
-        return _sample([seq for seq, _ in sampled], logits)
+        return _sample([seq for seq, _ in sampled], logits, self._draws)
 
     def _int64(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
@@ -80,13 +87,15 @@ def _pad_tables(sequences: Sequence[ScheduledSequence], lens: list[int], block_s
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def _sample(sequences: list[ScheduledSequence], logits: torch.Tensor) -> tuple[SequenceResult, ...]:
+def _sample(
+    sequences: list[ScheduledSequence], logits: torch.Tensor, draws: DrawCandidates | None
+) -> tuple[SequenceResult, ...]:
     """One row of logits serves all samples of its sequence."""
     specs: list[SampleSpec] = [spec for seq in sequences for spec in seq.samples]
     counts = torch.tensor([len(seq.samples) for seq in sequences], device=logits.device)
     if len(specs) > len(sequences):
         logits = logits.repeat_interleave(counts, dim=0)
-    drawn = iter(sample(logits, specs))
+    drawn = iter(sample(logits, specs, draws))
     return tuple(_result(seq, [next(drawn) for _ in seq.samples]) for seq in sequences)
 
 

@@ -46,7 +46,7 @@ class CpuBackend:
         for group in plan.decode_groups:
             output[group.rows] = _attend_group(q[group.rows], kv, group, scale)
         for run in plan.prefill_runs:
-            output[run.first_row : run.last_row] = _attend_run(q[run.first_row : run.last_row], kv, run, scale)
+            output[run.first_row : run.last_row] = attend_run(q[run.first_row : run.last_row], kv, run, scale)
         return output
 
 
@@ -87,6 +87,7 @@ def _attend_group(q: torch.Tensor, kv: torch.Tensor, group: DecodeGroup, scale: 
     return F.scaled_dot_product_attention(grouped_q, k, v, attn_mask=group.mask, scale=scale).reshape(q.shape)
 
 
-def _attend_run(q: torch.Tensor, kv: torch.Tensor, run: PrefillRun, scale: float) -> torch.Tensor:
+def attend_run(q: torch.Tensor, kv: torch.Tensor, run: PrefillRun, scale: float) -> torch.Tensor:
+    """Causal attention of one run of tokens over its sequence. Returns the shape of q."""
     k, v = (slots.index_select(0, run.slots) for slots in (k_slots(kv), v_slots(kv)))
     return causal_attention(q, k, v, scale)

@@ -49,7 +49,6 @@ def plan_batch(batch: AttentionBatch, cos_sin: torch.Tensor, block_size: int, dt
     starts, lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     num_new = [after - before for before, after in pairwise(starts)]
     decode = [seq for seq, count in enumerate(num_new) if count == 1]
-    prefill = [seq for seq, count in enumerate(num_new) if count > 1]
     is_slot = batch.slot_mapping >= 0
     written_rows = None if bool(is_slot.all()) else is_slot.nonzero().squeeze(1)
     return CpuPlan(
@@ -58,8 +57,20 @@ def plan_batch(batch: AttentionBatch, cos_sin: torch.Tensor, block_size: int, dt
         written_rows=written_rows,
         written_slots=batch.slot_mapping if written_rows is None else batch.slot_mapping[written_rows],
         decode_groups=[_decode_group(batch, seqs, block_size, dtype) for seqs in group_by_length(decode, lens)],
-        prefill_runs=[_prefill_run(batch, seq, starts[seq], num_new[seq], block_size) for seq in prefill],
+        prefill_runs=prefill_runs(batch, block_size),
     )
+
+
+def prefill_runs(batch: AttentionBatch, block_size: int) -> list[PrefillRun]:
+    """The sequences with more than one new token."""
+    if batch.max_query_len <= 1:
+        return []
+    bounds = list(pairwise(batch.cu_seqlens_q.tolist()))
+    return [
+        _prefill_run(batch, seq, first, last - first, block_size)
+        for seq, (first, last) in enumerate(bounds)
+        if last - first > 1
+    ]
 
 
 def group_by_length(seqs: list[int], lens: list[int]) -> list[list[int]]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from common.checkpoint import CheckpointError, ModelSpec
 from common.model import llama, qwen2, qwen3
 from common.model.backend import AttentionBackend, AttentionBatch
+from common.model.elementwise import Elementwise, TorchElementwise
 from common.model.layers import LayerInputs, RmsNorm
 from common.model.linear import Linear
 from common.model.rope import cos_sin_table
@@ -74,15 +75,25 @@ class Decoder:
         return self._head(self._norm(hidden)).float()
 
 
-def build_decoder(spec: ModelSpec, weights: Weights, backend: AttentionBackend, device: torch.device | str) -> Decoder:
-    """Read all weights and prepare them for `device`. Raises CheckpointError on a missing or unused weight."""
+def build_decoder(
+    spec: ModelSpec,
+    weights: Weights,
+    backend: AttentionBackend,
+    device: torch.device | str,
+    ops: Elementwise | None = None,
+) -> Decoder:
+    """Read all weights and prepare them for `device`. Raises CheckpointError on a missing or unused weight.
+
+    `ops` = None is torch's.
+    """
+    ops = ops or TorchElementwise()
     if spec.architecture not in LAYER_BUILDERS:
         raise CheckpointError(f"architecture {spec.architecture!r} is not one of {', '.join(LAYER_BUILDERS)}")
     build_layer = LAYER_BUILDERS[spec.architecture]
-    inputs = LayerInputs(spec, weights, backend, cos_sin_table(spec, device))
+    inputs = LayerInputs(spec, weights, backend, cos_sin_table(spec, device), ops)
     embedding = weights.take("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     layers = [build_layer(inputs, f"model.layers.{idx}") for idx in range(spec.num_layers)]
-    norm = RmsNorm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.rms_norm_eps)
+    norm = RmsNorm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.rms_norm_eps, ops)
     head = embedding if spec.tie_embeddings else weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
     weights.check_all_taken()
     return Decoder(embedding, layers, norm, Linear(head))

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from common.checkpoint import ModelSpec
 from common.model.backend import AttentionBackend, AttentionBatch
+from common.model.elementwise import Elementwise
 from common.model.linear import Linear
 from common.model.weights import Weights
 
@@ -15,25 +15,29 @@ from common.model.weights import Weights
 class RmsNorm:
     """x / rms(x) * weight over the last axis."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, ops: Elementwise) -> None:
         self._weight = weight
-        self._shape = (weight.shape[0],)
         self._eps = eps
+        self._ops = ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._shape, self._weight, self._eps)
+        return self._ops.rms_norm(x, self._weight, self._eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual)"""
+        return self._ops.add_rms_norm(x, residual, self._weight, self._eps)
 
 
 class GatedMlp:
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, ops: Elementwise) -> None:
         self._gate_up = gate_up
         self._down = down
+        self._ops = ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(F.silu(gate).mul_(up))
+        return self._down(self._ops.silu_mul(self._gate_up(x)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,8 @@ class DecoderLayer:
 
     def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Output projection, residuals and MLP, row by row; returns the layer's output."""
-        hidden = hidden + self.output(attended)
-        return hidden + self.mlp(self.post_norm(hidden))
+        normed, hidden = self.post_norm.add(self.output(attended), hidden)
+        return hidden.add_(self.mlp(normed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ class LayerInputs:
     weights: Weights
     backend: AttentionBackend
     cos_sin: torch.Tensor  # [max_position, head_dim] float32
+    ops: Elementwise
 
 
 def fused_linear(weights: Weights, name_to_size: Mapping[str, int], in_size: int, *, bias: bool) -> Linear:

@@ -20,7 +20,9 @@ def build_layer(inputs: LayerInputs, prefix: str, *, qkv_bias: bool = False) -> 
 
 
 def _norm(inputs: LayerInputs, name: str) -> RmsNorm:
-    return RmsNorm(inputs.weights.take(f"{name}.weight", (inputs.spec.hidden_size,)), inputs.spec.rms_norm_eps)
+    return RmsNorm(
+        inputs.weights.take(f"{name}.weight", (inputs.spec.hidden_size,)), inputs.spec.rms_norm_eps, inputs.ops
+    )
 
 
 def _qkv(inputs: LayerInputs, prefix: str, *, bias: bool) -> Linear:
@@ -34,4 +36,4 @@ def _mlp(inputs: LayerInputs, prefix: str) -> GatedMlp:
     sizes = {f"{prefix}.gate_proj": spec.intermediate_size, f"{prefix}.up_proj": spec.intermediate_size}
     gate_up = fused_linear(inputs.weights, sizes, spec.hidden_size, bias=False)
     down = inputs.weights.take(f"{prefix}.down_proj.weight", (spec.hidden_size, spec.intermediate_size))
-    return GatedMlp(gate_up, Linear(down))
+    return GatedMlp(gate_up, Linear(down), inputs.ops)

@@ -17,4 +17,4 @@ def build_layer(inputs: LayerInputs, prefix: str) -> DecoderLayer:
 
 
 def _head_norm(inputs: LayerInputs, name: str) -> RmsNorm:
-    return RmsNorm(inputs.weights.take(f"{name}.weight", (inputs.spec.head_dim,)), inputs.spec.rms_norm_eps)
+    return RmsNorm(inputs.weights.take(f"{name}.weight", (inputs.spec.head_dim,)), inputs.spec.rms_norm_eps, inputs.ops)

@@ -13,6 +13,10 @@ from common.request import SamplingParams
 Row = tuple[torch.Tensor, torch.Tensor]  # logits [num_left] and their token ids [num_left]
 
 
+def has_filters(params: SamplingParams) -> bool:
+    return params.min_p > 0.0 or params.top_k > 0 or params.top_p < 1.0
+
+
 def apply_filters(row: Row, params: SamplingParams) -> Row:
     """The tokens that may be drawn. The best token always stays. No logit may be NaN."""
     if params.min_p > 0.0:

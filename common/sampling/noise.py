@@ -15,18 +15,32 @@ _NUM_BITS = 23  # of the uniform number: (integer + 0.5) / 2**23 is exact in flo
 
 def gumbel(seed: int, choice_idx: int, position: int, token_ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise per token id (int32, any shape). float32, always finite: within about (-2.8, 16.7)."""
-    bits = hash_bits(seed, choice_idx, position, token_ids)
+    return gumbel_of(hash_bits(seed, choice_idx, position, token_ids))
+
+
+def gumbel_of(bits: torch.Tensor) -> torch.Tensor:
+    """The noise that hashed bits (int32) stand for."""
     uniform = _shift_right(bits, 32 - _NUM_BITS).float().add_(0.5).mul_(2.0**-_NUM_BITS)
     return uniform.log_().neg_().log_().neg_()
 
 
 def hash_bits(seed: int, choice_idx: int, position: int, token_ids: torch.Tensor) -> torch.Tensor:
     """32 hashed bits per token id, as int32."""
+    return hash_with(*key_halves(seed, choice_idx, position), token_ids)
+
+
+def key_halves(seed: int, choice_idx: int, position: int) -> tuple[int, int]:
+    """Low and high half of a row's key as int32."""
     key = row_key(seed, choice_idx, position)
+    return _int32(key), _int32(key >> 32)
+
+
+def hash_with(low: int | torch.Tensor, high: int | torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The bits of each token id under the key beside it (int32; a number counts for all)."""
     bits = token_ids * _TOKEN_STRIDE
-    bits.add_(_int32(key))
+    bits.add_(low)
     bits.bitwise_xor_(_shift_right(bits, 16)).mul_(_MULTIPLIERS[0])
-    bits.bitwise_xor_(_int32(key >> 32))
+    bits.bitwise_xor_(high)
     bits.bitwise_xor_(_shift_right(bits, 15)).mul_(_MULTIPLIERS[1])
     return bits.bitwise_xor_(_shift_right(bits, 16))
 

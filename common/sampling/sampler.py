@@ -12,9 +12,9 @@ import torch
 from common.engine.plan import SampleSpec
 from common.request import SampledToken
 from common.sampling.adjust import adjust, needs_adjustment
-from common.sampling.filters import apply_filters
+from common.sampling.draw import DrawCandidates, TorchDraws, draw, draw_narrowed
+from common.sampling.filters import has_filters
 from common.sampling.logprobs import logprobs_of
-from common.sampling.noise import gumbel
 
 GREEDY_BELOW = 1e-5  # temperatures that would only amplify rounding
 
@@ -26,18 +26,24 @@ class SampleError:
     reason: str
 
 
-def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[SampledToken | SampleError]:
+def sample(
+    logits: torch.Tensor, specs: Sequence[SampleSpec], draws: DrawCandidates | None = None
+) -> list[SampledToken | SampleError]:
     """Draw one token per row of `logits` [len(specs), vocab_size] float32, which is left unchanged.
 
+    `draws` speeds draws from the whole vocabulary up and changes none.
     Logprobs are of the raw logits: before penalties, bias, temperature and filters, as OpenAI and vLLM report them.
     """
     assert logits.shape[0] == len(specs), f"{logits.shape[0]} rows for {len(specs)} specs"
     if not specs:
         return []
-    # amax is NaN where any logit is: one pass finds NaN, +inf and rows that are -inf throughout.
-    is_finite = logits.amax(dim=-1).isfinite().tolist()
+    best, best_ids = (draws or TorchDraws()).best(logits)
+    # The best is NaN where any logit is: one pass finds NaN, +inf and rows that are -inf throughout.
+    is_finite = best.isfinite().tolist()
     picking = _adjusted(logits, specs)
-    token_ids = _pick(picking, specs, is_finite)
+    if picking is not logits:
+        best_ids = picking.argmax(dim=-1)
+    token_ids = _pick(picking, best_ids, specs, is_finite, draws)
     may_draw = picking.gather(1, token_ids.unsqueeze(1)).squeeze(1).isfinite().tolist()
     logprobs = logprobs_of(logits, token_ids, specs)
     return [
@@ -64,24 +70,22 @@ def _adjusted(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor
     return logits
 
 
-def _pick(logits: torch.Tensor, specs: Sequence[SampleSpec], is_finite: Sequence[bool]) -> torch.Tensor:
-    """[num_rows] int64: argmax for greedy rows, Gumbel-max for the others, anything for rows that are not finite."""
+def _pick(
+    logits: torch.Tensor,
+    best_ids: torch.Tensor,  # [num_rows] int64: argmax of each row that is finite
+    specs: Sequence[SampleSpec],
+    is_finite: Sequence[bool],
+    draws: DrawCandidates | None,
+) -> torch.Tensor:
+    """[num_rows] int64: the best for greedy rows, Gumbel-max for the others, anything for rows that are not finite."""
     drawn_rows = [row for row, spec in enumerate(specs) if is_finite[row] and not is_greedy(spec)]
-    if not drawn_rows:
-        return logits.argmax(dim=-1)
-    token_ids = torch.zeros(len(specs), dtype=torch.int64, device=logits.device)
-    greedy_rows = [row for row, spec in enumerate(specs) if is_greedy(spec)]
-    if greedy_rows:
-        token_ids[greedy_rows] = logits[greedy_rows].argmax(dim=-1)
-    vocab = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    for row in drawn_rows:
-        token_ids[row] = _draw(logits[row], specs[row], vocab)
-    return token_ids
-
-
-def _draw(logits: torch.Tensor, spec: SampleSpec, vocab: torch.Tensor) -> torch.Tensor:
-    """Gumbel-max: argmax(logits / temperature + noise) is a draw from the softmax. Row by row: it stays in cache."""
-    params = spec.params
-    scaled, token_ids = apply_filters((logits / params.temperature, vocab), params)
-    noise = gumbel(params.seed, spec.choice_idx, spec.position, token_ids)
-    return token_ids[scaled.add_(noise).argmax()]
+    if draws is not None:
+        narrow_rows = [row for row in drawn_rows if not has_filters(specs[row].params)]
+        best_ids = draw_narrowed(logits, best_ids, specs, narrow_rows, draws)
+        drawn_rows = [row for row in drawn_rows if has_filters(specs[row].params)]
+    if drawn_rows:
+        best_ids = best_ids.clone()
+        vocab = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+        for row in drawn_rows:
+            best_ids[row] = draw(logits[row], specs[row], vocab)
+    return best_ids

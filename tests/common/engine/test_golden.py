@@ -11,6 +11,7 @@ from common.checkpoint import Checkpoint, open_checkpoint
 from common.checkpoint.demo_model import fetch_demo_model
 from common.config import ModelConfig, WorkerConfig
 from common.engine.loading import load_model
+from common.native.build import SWITCH
 from common.request import SamplingParams
 from tests.common.engine.drive import Generation, blocks_for, run_all
 
@@ -48,10 +49,12 @@ def test_both_end_tokens_are_known(checkpoint: Checkpoint) -> None:
     assert checkpoint.eos_token_ids == (2, 0)
 
 
+@pytest.mark.parametrize("native", ["1", "0"], ids=["native", "torch"])
 @pytest.mark.parametrize(("cases", "chunk"), [(SHORT, 64), (LONG, 512)], ids=["short", "long"])
 def test_all_prompts_at_once_give_the_reference_tokens_and_logprobs(
-    checkpoint: Checkpoint, cases: list[dict[str, Any]], chunk: int
+    checkpoint: Checkpoint, cases: list[dict[str, Any]], chunk: int, native: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(SWITCH, native)
     capacity = [len(case["prompt_token_ids"]) + case["n"] for case in cases]
     num_blocks = sum(-(-length // BLOCK_SIZE) for length in capacity)
     model = ModelConfig(path=str(checkpoint.path))

@@ -9,7 +9,7 @@ import torch
 
 from common.engine.plan import SampleSpec
 from common.request import SampledToken, SamplingParams
-from common.sampling import SampleError, sample, sampler
+from common.sampling import SampleError, draw, sample
 
 VOCAB_SIZE = 500
 
@@ -52,7 +52,7 @@ def test_greedy_rows_draw_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_noise(*_: object) -> torch.Tensor:
         raise AssertionError("noise for a greedy row")
 
-    monkeypatch.setattr(sampler, "gumbel", no_noise)
+    monkeypatch.setattr(draw, "gumbel", no_noise)
     sample(rows(2), [spec(temperature=0.0), spec(temperature=0.0, logit_bias=((1, 1.0),))])
 
 

@@ -1,0 +1,77 @@
+"""Gumbel-max: argmax(logits / temperature + noise) is a draw from the softmax.
+
+Noise for a whole vocabulary is the dear part of a step (0.2 ms a row). Noise grows with the hashed bits alone, so with
+the sum that one token reaches most tokens are ruled out by their bits, without a logarithm; what is left is drawn from
+exactly as the whole row would be.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from common.engine.plan import SampleSpec
+from common.sampling.filters import apply_filters
+from common.sampling.noise import gumbel, gumbel_of, hash_with, key_halves
+
+
+class DrawCandidates(Protocol):
+    """What a device does in one pass over the logits; see `NativeOps`."""
+
+    def best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per row the greatest logit, NaN where any is, and its first token id."""
+        ...
+
+    def draw_candidates(
+        self,
+        logits: torch.Tensor,  # [num_rows, vocab_size] float32
+        rows: torch.Tensor,  # [num_drawn] int64
+        temperatures: torch.Tensor,  # [num_drawn] float32
+        floors: torch.Tensor,  # [num_drawn] float32: logit / temperature + noise of some token of the row
+        keys: torch.Tensor,  # [2, num_drawn] int32: low and high half of each row's noise key
+    ) -> list[torch.Tensor]:
+        """Per drawn row the token ids (int32, ascending) among which the row's Gumbel-max surely is."""
+        ...
+
+
+class TorchDraws:
+    """The best of each row in torch operators."""
+
+    def best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return logits.amax(dim=-1), logits.argmax(dim=-1)
+
+
+def draw(logits: torch.Tensor, spec: SampleSpec, vocab: torch.Tensor) -> torch.Tensor:
+    """One row [vocab_size] with its filters; `vocab` int32 counts the row's tokens. Row by row: it stays in cache."""
+    params = spec.params
+    scaled, token_ids = apply_filters((logits / params.temperature, vocab), params)
+    noise = gumbel(params.seed, spec.choice_idx, spec.position, token_ids)
+    return token_ids[scaled.add_(noise).argmax()]
+
+
+def draw_narrowed(
+    logits: torch.Tensor,
+    best_ids: torch.Tensor,  # [num_rows] int64
+    specs: Sequence[SampleSpec],
+    rows: Sequence[int],  # without filters, and finite
+    draws: DrawCandidates,
+) -> torch.Tensor:
+    """`best_ids` with the rows of `rows` drawn instead, the same tokens as `draw` gives."""
+    may_draw = logits.gather(1, best_ids.unsqueeze(1)).squeeze(1).isfinite().tolist()
+    rows = [row for row in rows if may_draw[row]]
+    if not rows:
+        return best_ids
+    row_ids = torch.tensor(rows)
+    temperatures = torch.tensor([specs[row].params.temperature for row in rows])
+    halves = [key_halves(specs[row].params.seed, specs[row].choice_idx, specs[row].position) for row in rows]
+    keys = torch.tensor(halves, dtype=torch.int32).T.contiguous()
+    best = best_ids[row_ids]
+    floors = logits[row_ids, best] / temperatures + gumbel_of(hash_with(keys[0], keys[1], best.int()))
+    found = draws.draw_candidates(logits, row_ids, temperatures, floors, keys)
+    counts = torch.tensor([len(token_ids) for token_ids in found])
+    token_ids, owner = torch.cat(found), torch.repeat_interleave(torch.arange(len(rows)), counts)
+    noise = gumbel_of(hash_with(keys[0][owner], keys[1][owner], token_ids))
+    sums = (logits[row_ids[owner], token_ids.long()] / temperatures[owner]).add_(noise)
+    winners = [int(part.argmax()) for part in torch.split_with_sizes(sums, counts.tolist())]
+    drawn = torch.stack([part[winner] for part, winner in zip(found, winners, strict=True)])
+    return best_ids.index_copy(0, row_ids, drawn.long())

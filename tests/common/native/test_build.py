@@ -1,0 +1,57 @@
+"""Compiling at first use: cached, safe side by side, and harmless where it can't be done."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from common.native import build
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
+    return tmp_path / "native"
+
+
+def stub_compiler(tmp_path: Path, body: str) -> str:
+    path = tmp_path / "compiler"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_without_a_compiler_or_when_switched_off_there_is_no_library(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    assert build.load_library() is None
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv(build.SWITCH, "0")
+    assert build.load_library() is None
+    assert not cache.exists()
+
+
+def test_a_compiler_that_fails_leaves_nothing_behind(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", stub_compiler(tmp_path, '[ "$1" = --version ] || exit 1'))
+    assert build.load_library() is None
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_means_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path / "file"))
+    assert build.load_library() is None
+
+
+def test_processes_that_start_at_once_end_with_one_library(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stub writes its last argument, as a compiler its output; what it writes is no library, so loading fails."""
+    monkeypatch.setenv("CXX", stub_compiler(tmp_path, 'for last; do :; done; echo x > "$last"'))
+    with ThreadPoolExecutor(4) as pool:
+        loaded = [future.result() for future in [pool.submit(build.load_library) for _ in range(4)]]
+    assert loaded == [None] * 4
+    assert [path.suffix for path in cache.iterdir()] == [".so"]
