@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check proto aot bench gpu sim clean install lines
+.PHONY: demo test check proto aot bench bench-peers gpu sim clean install lines
 
 install: $(STAMP)
 
@@ -37,6 +37,16 @@ aot: install
 # On a machine with a GPU: every kernel against its reference, and its speed. Says so where there is none.
 gpu: install
 	@$(BIN)/python -m tests.gpu.run_gpu
+
+# Every part beside its peers in one run: tables, build/bench.json, build/bench.svg. Best on an idle machine.
+bench: install
+	@$(BIN)/pdserve fetch-model
+	@$(BIN)/python -m tests.bench.run
+
+# The same with peers from PyPI, in environments of their own under build/peers.
+bench-peers: install
+	@$(BIN)/pdserve fetch-model
+	@$(BIN)/python -m tests.bench.run --peers
 
 lines: install
 	@$(BIN)/python -m tests.tools.lines

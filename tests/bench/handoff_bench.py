@@ -1,0 +1,131 @@
+"""The handoff: the link beside raw gloo in one process, then real workers at three prompt lengths."""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import torch
+
+from common.checkpoint.demo_model import fetch_demo_model
+from common.pb import generation_pb2, generation_pb2_grpc
+from kvtransfer.links.process_group import ProcessGroupLink
+from kvtransfer.links.rendezvous import RendezvousStore
+from tests.cluster.cluster import running_cluster
+from tests.kvtransfer.link_tools import HOST, TIMEOUT_S, build_both, new_prefix, receive, send
+
+NUM_LAYERS, LAYER_BYTES = 30, 393_216  # 512 tokens of the demo model in bfloat16
+PROMPTS = (128, 1024, 4096)
+ROUNDS = 9
+
+
+def run() -> list[dict[str, Any]]:
+    return [_link_row(), *_cluster_rows()]
+
+
+def _link_row() -> dict[str, Any]:
+    store = RendezvousStore(HOST, TIMEOUT_S)
+    receiver, sender = build_both(store, new_prefix())
+    sources = [torch.ones(LAYER_BYTES, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
+    targets = [torch.zeros(LAYER_BYTES, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
+    times: dict[str, list[float]] = {"ours": [], "raw": []}
+    for _ in range(4 * ROUNDS):
+        times["ours"].append(_timed(lambda: _through_link(receiver, sender, targets, sources)))
+        times["raw"].append(_timed(lambda: _through_gloo(receiver, sender, targets, sources)))
+    for end in (receiver, sender):
+        end.close()
+        end.join(TIMEOUT_S)
+    store.close()
+    ours, raw = (NUM_LAYERS * LAYER_BYTES / statistics.median(times[side]) / 1e9 for side in ("ours", "raw"))
+    name = f"link, {NUM_LAYERS} x {LAYER_BYTES} bytes in flight"
+    return {"metric": name, "unit": "GB/s", "ours": ours, "peers": {"raw gloo": raw}, "floor": None, "better": "higher"}
+
+
+def _timed(call: Callable[[], None]) -> float:
+    started_s = time.perf_counter()
+    call()
+    return time.perf_counter() - started_s
+
+
+def _through_link(
+    receiver: ProcessGroupLink, sender: ProcessGroupLink, targets: list[torch.Tensor], sources: list[torch.Tensor]
+) -> None:
+    waiting = [receive(receiver, target) for target in targets] + [send(sender, source) for source in sources]
+    for future in waiting:
+        future.result(TIMEOUT_S)
+
+
+def _through_gloo(
+    receiver: ProcessGroupLink, sender: ProcessGroupLink, targets: list[torch.Tensor], sources: list[torch.Tensor]
+) -> None:
+    """On the links' own groups: what the transport does without anything around it."""
+    works = [receiver._group.recv([target], 1, 0) for target in targets]
+    works += [sender._group.send([source], 0, 0) for source in sources]
+    for work in works:
+        work.wait()
+
+
+def _cluster_rows() -> list[dict[str, Any]]:
+    with running_cluster(fetch_demo_model(print), "--local-prefill-max-tokens", "0") as cluster:
+        measured = asyncio.run(_measure(cluster.grpc))
+        cluster.wait_until_idle()
+    rows = []
+    for num_tokens, timings in measured.items():
+        for metric, unit, value in _figures(timings):
+            name = f"handoff of {num_tokens} tokens, {metric}"
+            rows.append({"metric": name, "unit": unit, "ours": value, "peers": {}, "floor": None, "better": "lower"})
+    return rows
+
+
+def _figures(timings: list[generation_pb2.RequestTimings]) -> list[tuple[str, str, float]]:
+    transfer_s = statistics.median(_seconds(each.kv_transfer) for each in timings)
+    exposed_s = statistics.median(_exposed_s(each) for each in timings)
+    handover_s = statistics.median(_exposed_s(each) + _seconds(each.decode_queue) for each in timings)
+    return [
+        ("bytes", "MB", timings[0].kv_bytes / 1e6),
+        ("transfer", "ms", 1000 * transfer_s),
+        ("exposed", "% of the transfer", 100 * exposed_s / transfer_s),
+        ("exposed", "ms", 1000 * exposed_s),
+        ("prompt computed to first decode step", "ms", 1000 * handover_s),
+    ]
+
+
+def _exposed_s(timings: generation_pb2.RequestTimings) -> float:
+    return _seconds(timings.kv_transfer) - _seconds(timings.kv_transfer_overlapped)
+
+
+async def _measure(address: str) -> dict[int, list[generation_pb2.RequestTimings]]:
+    measured: dict[int, list[generation_pb2.RequestTimings]] = {}
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        for num_tokens in PROMPTS:
+            num_rounds = ROUNDS if num_tokens < 4096 else 3
+            tries = [await _timings(stub, num_tokens, seed) for seed in range(num_rounds + 1)]
+            measured[num_tokens] = tries[1:]
+    return measured
+
+
+async def _timings(
+    stub: generation_pb2_grpc.GenerationServiceStub, num_tokens: int, seed: int
+) -> generation_pb2.RequestTimings:
+    """Of one request whose prompt nobody has cached."""
+    token_ids = random.Random(num_tokens + seed).choices(range(100, 40_000), k=num_tokens)
+    request = generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=token_ids),
+        sampling=generation_pb2.SamplingParams(temperature=0.0),
+        stop=generation_pb2.StopConditions(max_tokens=4, ignore_eos=True),
+        output=generation_pb2.OutputOptions(return_timings=True),
+        stream=True,
+    )
+    timings = generation_pb2.RequestTimings()
+    async for response in stub.Generate(request):
+        if response.HasField("finished"):
+            timings = response.finished.timings
+    return timings
+
+
+def _seconds(duration: Any) -> float:  # a protobuf Duration
+    return float(duration.seconds) + float(duration.nanos) / 1e9

@@ -1,0 +1,82 @@
+"""`make bench`: every part beside its peers in one run. Prints tables, writes build/bench.json and build/bench.svg.
+
+python -m tests.bench.run [--peers] [--parts engine,steps,handoff,index,router]
+"""
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: waiting threads must not take the other's core
+
+PARTS = ("engine", "steps", "handoff", "index", "router")
+BUILD = Path("build")
+Rows = list[dict[str, Any]]
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.peers:
+        import_module("tests.bench.hf_peer").install()
+    BUILD.mkdir(exist_ok=True)
+    print(f"{time.strftime('%Y-%m-%d')}, {_processor()}, {os.cpu_count()} cores, load {_load()}")
+    rows: Rows = []
+    for part in arguments.parts.split(","):
+        if find_spec(f"tests.bench.{part}_bench") is None:
+            continue
+        started_s = time.monotonic()
+        part_rows = _runner(part, with_peers=arguments.peers)()
+        rows += part_rows
+        print(f"\n{part} ({time.monotonic() - started_s:.0f} s, load now {_load()})\n{table(part_rows)}", flush=True)
+        (BUILD / "bench.json").write_text(json.dumps(rows, indent=1) + "\n")
+    import_module("tests.bench.plot").write_plot(rows, BUILD / "bench.svg")
+
+
+def table(rows: Rows) -> str:
+    """Aligned text: metric, ours, each peer with the ratio in our favour, share of the floor."""
+    return "\n".join(_line(row) for row in rows)
+
+
+def _line(row: dict[str, Any]) -> str:
+    parts = [f"{row['metric']:<58} {row['ours']:>10.4g} {row['unit']:<18}"]
+    parts += [f"{peer} {value:.4g} ({ratio(row, value):.2f} x)" for peer, value in row["peers"].items()]
+    if row["floor"]:
+        parts.append(f"{100 * ratio(row, row['floor']):.0f} % of the floor")
+    return "  ".join(parts)
+
+
+def ratio(row: dict[str, Any], other: float) -> float:
+    """Above 1 when ours is better."""
+    return float(row["ours"] / other if row["better"] == "higher" else other / row["ours"])
+
+
+def _runner(part: str, *, with_peers: bool) -> Callable[[], Rows]:
+    run: Callable[..., Rows] = import_module(f"tests.bench.{part}_bench").run
+    return (lambda: run(with_hf=with_peers)) if part == "engine" else run
+
+
+def _load() -> str:
+    return f"{os.getloadavg()[0]:.1f}"
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", action="store_true", help="install Hugging Face transformers and measure it too")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
