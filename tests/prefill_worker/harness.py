@@ -59,8 +59,9 @@ class ScriptedSender:
                 return self.end(transfer_id, Outcome.DONE)
             case CancelledByPeer(transfer_id):
                 return self.end(transfer_id, Outcome.CANCELLED)
-            case PeerLost():  # of the only peer
-                return [effect for key in list(self.active) for effect in self.end(key, Outcome.LINK_LOST)]
+            case PeerLost(peer):
+                lost = [transfer_id for transfer_id, started in self.active.items() if started.peer == peer]
+                return [effect for transfer_id in lost for effect in self.end(transfer_id, Outcome.LINK_LOST)]
         return []
 
     def end(self, transfer_id: TransferId, outcome: Outcome) -> list[SenderEffect]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from common.errors import InvalidTransition
-from common.ids import TransferId
+from common.ids import TransferId, WorkerRef
 from kvtransfer.events import CancelledByPeer, ChunkPacked, ChunkSent, PeerLost, PeerReady
 from prefill_worker.events import DrainRequested, LayerComputed, RouterLost, StepFailed, StepFinished
 from tests.prefill_worker.harness import DECODE, ROUTER, Bench, attempt, prompt, tokens
@@ -80,7 +80,12 @@ EVENTS: dict[str, Callable[[Bench], object]] = {
     "cancelled by peer": lambda bench: bench.handle(CancelledByPeer(TRANSFER, "x")),
     "network noise": lambda bench: [
         bench.handle(event)
-        for event in (PeerReady(DECODE), ChunkPacked(TRANSFER, 0), ChunkSent(TRANSFER, 0), PeerLost(DECODE, "x"))
+        for event in (
+            PeerReady(DECODE),
+            ChunkPacked(TRANSFER, 0),
+            ChunkSent(TRANSFER, 0),
+            PeerLost(WorkerRef("d9", "1"), "x"),
+        )
     ],
     "deadline": lambda bench: bench.advance(50.0),
     "drain": lambda bench: bench.handle(DrainRequested(10.0)),
