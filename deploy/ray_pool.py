@@ -121,7 +121,7 @@ class RayPools:
     async def _make_last(self, store: PoolStore) -> None:
         """Remember the sizes, and ask for nodes: for leaving workers too, whose nodes are in use."""
         desired = self._core.desired()
-        if self._kept != desired and await store.keep(self._configured, desired):
+        if self._kept != desired and not self._is_emptying and await store.keep(self._configured, desired):
             self._kept = desired
         needed = {status.role.value: status.desired + status.draining for status in self.status()}
         if self._requested != needed:

@@ -133,7 +133,9 @@ def requested_of_ray(ray: RayCluster) -> list[Any]:
     return requested
 
 
-def test_workers_outlive_the_controller_and_the_next_one_goes_on_with_them(deployment: Deployment) -> None:
+def test_workers_outlive_the_controller_and_the_next_one_goes_on_with_them(
+    deployment: Deployment, box: RedisBox
+) -> None:
     """1. 1+1 are deployed and serve, on their node's address; 2. the controller is killed: they go on serving; 3. the
     next controller finds them and scales; 4. it ends by SIGTERM, and the size that it was given lasts; 5. a dead
     worker is replaced; 6. --down ends them all.
@@ -174,6 +176,8 @@ def test_workers_outlive_the_controller_and_the_next_one_goes_on_with_them(deplo
     down = deployment.start_controller("--down")
     assert down.wait(LIMIT_S) == 0
     until(lambda: not any(is_running(pid) for pid in workers))
+    kept = json.loads(str(box.client().get("deployed:pools:kept"), "utf-8"))  # type: ignore[arg-type]
+    assert kept["desired"] == {"prefill": 1, "decode": 2}
 
 
 def is_ready(deployment: Deployment) -> bool:
