@@ -16,7 +16,7 @@ import yaml
 from common.config import ClusterConfig
 from tests.deploy_artifacts.conftest import VALUE_SETS, VALUES_DIR, Render
 from tests.deploy_artifacts.manifests import containers, named, of_kind, pod_templates
-from tests.deploy_artifacts.toolbox import CHART
+from tests.deploy_artifacts.toolbox import CHART, RAY
 from tests.tools import chart_schema
 
 KUBERNETES_VERSIONS = [f"1.{minor}" for minor in range(29, 38)]
@@ -196,7 +196,7 @@ def test_pools_have_their_own_range_and_resource(render: Render, value_set: str)
 
 def test_ray_knows_every_start_parameter(render: Render) -> None:
     """KubeRay turns them into options of `ray start`."""
-    helped = subprocess.run(["ray", "start", "--help"], capture_output=True, text=True, timeout=60, check=True)
+    helped = subprocess.run([RAY, "start", "--help"], capture_output=True, text=True, timeout=60, check=True)
     options = set(re.findall(r"--[a-z][a-z-]*", helped.stdout))
     spec = of_kind(render("default"), "RayCluster")[0]["spec"]
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
@@ -235,6 +235,22 @@ def test_a_changed_configuration_restarts_the_routers(render: Render) -> None:
         if component == "router"
     }
     assert len(checksums) == 2
+
+
+@pytest.mark.parametrize(("value_set", "secrets"), [("default", set()), ("gpu", {("pdserve-admin", "admin-key")})])
+def test_the_admin_key_reaches_routers_and_who_asks_them_by_reference(
+    render: Render, value_set: str, secrets: set[tuple[str, str]]
+) -> None:
+    """Four containers: router, pool controller, and the workers of both pools, whose hook drains them."""
+    variables = [
+        variable["valueFrom"]["secretKeyRef"]
+        for _, template in pod_templates(render(value_set))
+        for container in containers(template)
+        for variable in container.get("env", ())
+        if variable["name"] == "PDSERVE_ROUTER_ADMIN_KEY"
+    ]
+    assert {(reference["name"], reference["key"]) for reference in variables} == secrets
+    assert len(variables) == (4 if secrets else 0)
 
 
 def test_a_digest_wins_over_a_tag(render: Render) -> None:

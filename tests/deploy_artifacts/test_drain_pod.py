@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy_artifacts.toolbox import CHART
+from tests.deploy_artifacts.toolbox import CHART, RAY
 
 SCRIPT = CHART / "files" / "drain_pod.py"
 Hook = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -23,6 +23,7 @@ class Router:
 
     def __init__(self, workers: list[dict[str, str]], looks_until_gone: int) -> None:
         self.drains: list[tuple[str, Any]] = []
+        self.keys: set[str | None] = set()
         self.num_looks = 0
         self._workers = workers
         self.looks_left = looks_until_gone
@@ -31,11 +32,13 @@ class Router:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                router.keys.add(self.headers["x-admin-key"])
                 assert self.path == "/admin/v1/state"
                 router.num_looks += 1
                 self._reply({"workers": router.look()})
 
             def do_POST(self) -> None:
+                router.keys.add(self.headers["x-admin-key"])
                 length = int(self.headers["content-length"])
                 router.drains.append((self.path, json.loads(self.rfile.read(length))))
                 self._reply({})
@@ -101,6 +104,16 @@ def test_the_worker_of_this_pod_is_drained_and_waited_for(router: Router, hook: 
     assert router.num_looks == 3
 
 
+@pytest.mark.parametrize("key", ["s3cret", None])
+def test_routers_that_ask_for_a_key_get_it(
+    router: Router, hook: Hook, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    if key is not None:
+        monkeypatch.setenv("PDSERVE_ROUTER_ADMIN_KEY", key)
+    assert hook(url_of(router), "10.0.0.9").returncode == 0
+    assert (len(router.drains), router.keys) == (1, {key})
+
+
 def test_ray_places_nothing_on_the_node_from_then_on(router: Router, hook: Hook, tmp_path: Path) -> None:
     hook(url_of(router), "10.0.0.1")
     call = (tmp_path / "ray.log").read_text()
@@ -135,7 +148,7 @@ def test_a_router_that_is_away_does_not_keep_the_pod(router: Router, hook: Hook)
 
 def test_the_hook_calls_ray_as_this_ray_understands_it() -> None:
     """The command is hidden in Ray's help: this fails when an upgrade takes it away."""
-    helped = subprocess.run(["ray", "drain-node", "--help"], capture_output=True, text=True, timeout=60, check=False)
+    helped = subprocess.run([RAY, "drain-node", "--help"], capture_output=True, text=True, timeout=60, check=False)
     assert helped.returncode == 0
     for word in ("--reason", "--reason-message", "--deadline-remaining-seconds", "DRAIN_NODE_REASON_PREEMPTION"):
         assert word in helped.stdout

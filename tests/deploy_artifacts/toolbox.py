@@ -15,6 +15,8 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# Of the environment that runs the tests, whether or not it is activated.
+RAY = str(Path(sys.executable).with_name("ray"))
 CHART = ROOT / "deploy" / "helm" / "pdserve"
 REQUIREMENTS = Path(__file__).with_name("tools.txt")
 HELM_SHA256 = "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9"
