@@ -7,7 +7,7 @@ clock, because OpenMP's waiting is processor time too.
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,16 +44,21 @@ class Work:
         return f"{self.kind} {self.batch}" if self.kind == "decode" else f"prefill {self.batch} x {self.new}"
 
 
-DECODES = [Work("decode", batch, 1) for batch in (1, 8, 32, 64)]
-PREFILLS = [Work("prefill", 1, 512), Work("prefill", 8, 512)]
+WORKS = [
+    *(Work("decode", batch, 1) for batch in (1, 8, 32, 64)),
+    *(Work("prefill", batch, 512) for batch in (1, 8)),
+]
+DTYPES = (torch.bfloat16, torch.float32)
 
 
-def run(with_hf: bool = False) -> list[dict[str, Any]]:
-    """All figures, in about four minutes on two idle cores."""
+def run(
+    with_hf: bool = False, dtypes: Sequence[torch.dtype] = DTYPES, threads: Sequence[int] = (1, 2)
+) -> list[dict[str, Any]]:
+    """All figures by default."""
     checkpoint = open_checkpoint(fetch_demo_model(print))
     rows = []
-    for dtype in (torch.bfloat16, torch.float32):
-        rows += _measure_dtype(checkpoint, dtype, with_hf)
+    for dtype in dtypes:
+        rows += _measure_dtype(checkpoint, dtype, with_hf, threads)
     return rows
 
 
@@ -88,17 +93,19 @@ def step_plan(work: Work, params: SamplingParams = GREEDY) -> StepPlan:
     return StepPlan(0, tuple(sequences))
 
 
-def _measure_dtype(checkpoint: Checkpoint, dtype: torch.dtype, with_hf: bool) -> list[dict[str, Any]]:
+def _measure_dtype(
+    checkpoint: Checkpoint, dtype: torch.dtype, with_hf: bool, threads: Sequence[int]
+) -> list[dict[str, Any]]:
     runners = {"ours": load_runner(checkpoint, dtype), "torch operators": load_runner(checkpoint, dtype, native=False)}
     plain = PlainLoop(checkpoint, dtype)
     rows = []
-    for num_threads in (1, 2):
+    for num_threads in threads:
         torch.set_num_threads(num_threads)
-        machine = measure_machine(dtype)
+        machine = measure_machine(dtype, _clock(num_threads))
         hf = HfPeer(checkpoint.path, dtype, num_threads) if with_hf and hf_python() is not None else None
-        for work in DECODES + PREFILLS:
+        for work in WORKS:
             sides = _sides(work, runners, plain) | ({"transformers": hf.timer(work)} if hf else {})
-            seconds = _by_turns(sides, num_threads, num_rounds=3 if work.batch * work.new > 600 else 7)
+            seconds = _by_turns(sides, num_threads, 2 if work.batch * work.new > 600 else 7)
             rows.append(_row(work, dtype, num_threads, seconds, _floor(work, machine, checkpoint, dtype)))
         if hf:
             hf.close()
@@ -109,24 +116,35 @@ def _sides(work: Work, runners: Mapping[str, ModelRunner], plain: PlainLoop) -> 
     """What to call for one round of each side. A call may answer the seconds itself, when it ran elsewhere."""
     plan = step_plan(work)
 
-    def ours(runner: ModelRunner) -> Callable[[], None]:
-        return lambda: (runner.run(plan), None)[1]
+    def ours(runner: ModelRunner) -> Callable[[], float | None]:
+        return lambda: discard(runner.run(plan))
 
     kv = plain.new_cache(work.batch, CONTEXT + 1) if work.kind == "decode" else None
-    loop = (lambda: plain.decode(kv)) if kv is not None else (lambda: plain.prefill(work.batch, work.new))
+
+    def loop() -> float | None:
+        return plain.decode(kv) if kv is not None else plain.prefill(work.batch, work.new)
+
     return {name: ours(runner) for name, runner in runners.items()} | {"plain torch loop": loop}
 
 
+def discard(_: object) -> None:
+    """The side was run here: its caller took the time."""
+
+
 def _by_turns(sides: Mapping[str, Callable[[], float | None]], num_threads: int, num_rounds: int) -> dict[str, float]:
-    """Median seconds of each side; the first round warms up."""
-    clock = time.process_time if num_threads == 1 else time.perf_counter
+    """Median seconds of each side; the first round warms up, where there are more than two."""
+    clock = _clock(num_threads)
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(num_rounds + 1):
+    for _ in range(num_rounds):
         for name, call in sides.items():
             started_s = clock()
             elsewhere_s = call()
             times[name].append(clock() - started_s if elsewhere_s is None else elsewhere_s)
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+    return {name: statistics.median(values[num_rounds > 2 :]) for name, values in times.items()}
+
+
+def _clock(num_threads: int) -> Callable[[], float]:
+    return time.process_time if num_threads == 1 else time.perf_counter
 
 
 def _floor(work: Work, machine: Machine, checkpoint: Checkpoint, dtype: torch.dtype) -> float:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 HOME = Path("build/peers/transformers")
+PACKAGES = ("transformers==4.57.3", "accelerate==1.12.0")
 _CHILD = Path(__file__).with_name("hf_child.py")
 
 
@@ -39,7 +40,7 @@ def install() -> None:
     subprocess.run([sys.executable, "-m", "venv", str(HOME)], check=True)
     site = next((HOME / "lib").glob("python*/site-packages"))
     (site / "shared_torch.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    subprocess.run([str(HOME / "bin" / "pip"), "install", "--quiet", "transformers==4.57.3"], check=True)
+    subprocess.run([str(HOME / "bin" / "pip"), "install", "--quiet", *PACKAGES], check=True)
     (HOME / "installed").touch()
 
 

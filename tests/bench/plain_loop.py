@@ -53,7 +53,7 @@ class PlainLoop:
         return hidden + self._linear(F.silu(gate) * up, f"{prefix}.mlp.down_proj")
 
     def _heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self._linear(x, name).unflatten(-1, (-1, self._spec.head_dim)).transpose(1, 2)
+        return self._linear(x, name).view(*x.shape[:2], -1, self._spec.head_dim).transpose(1, 2)
 
     def _rotate(self, x: torch.Tensor, start: int) -> torch.Tensor:
         cos, sin = self._cos_sin[start : start + x.shape[2]].chunk(2, dim=-1)
