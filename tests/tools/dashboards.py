@@ -102,13 +102,14 @@ OVERVIEW = (
     ),
     Panel("Index look-up", "s", quantiles("pdserve_index_lookup_seconds")),
     Panel(
-        "Index errors and stale hits",
+        "Index errors, stale hits, dropped traces",
         "ops",
         (
             (rate("pdserve_index_errors_total", "op"), "error: {{op}}"),
             (rate("pdserve_index_stale_hits_total", "model_name"), "stale hits"),
+            (rate("pdserve_traces_dropped_total", "model_name"), "dropped traces"),
         ),
-        "A stale hit: a worker no longer held the prefix that the index promised.",
+        "Nothing of it fails a request. A stale hit: a worker no longer held the prefix that the index promised.",
     ),
     Panel(
         "Cached share of prompt tokens",

@@ -23,9 +23,16 @@ def close_node(limit_s: float) -> None:
     subprocess.run([*command, "--deadline-remaining-seconds", str(int(limit_s))], timeout=RAY_TIMEOUT_S, check=False)
 
 
+def admin_headers() -> dict[str, str]:
+    """The admin key, where the routers ask for one."""
+    key = os.environ.get("PDSERVE_ROUTER_ADMIN_KEY", "")
+    return {"x-admin-key": key} if key else {}
+
+
 def worker_here(url: str, pod_ip: str) -> str | None:
     """The id of the worker that a router sees at this pod's address, or None."""
-    with urllib.request.urlopen(f"{url}/admin/v1/state", timeout=REPLY_TIMEOUT_S) as reply:
+    request = urllib.request.Request(f"{url}/admin/v1/state", headers=admin_headers())
+    with urllib.request.urlopen(request, timeout=REPLY_TIMEOUT_S) as reply:
         workers = json.load(reply)["workers"]
     here = [str(worker["worker_id"]) for worker in workers if worker["address"].rpartition(":")[0] == pod_ip]
     return here[0] if here else None
@@ -34,7 +41,8 @@ def worker_here(url: str, pod_ip: str) -> str | None:
 def ask_to_drain(url: str, worker_id: str, grace_s: float) -> None:
     target = f"{url}/admin/v1/workers/{urllib.parse.quote(worker_id, safe='')}/drain"
     body = json.dumps({"grace_s": grace_s}).encode()
-    request = urllib.request.Request(target, body, {"content-type": "application/json"}, method="POST")
+    headers = {"content-type": "application/json", **admin_headers()}
+    request = urllib.request.Request(target, body, headers, method="POST")
     urllib.request.urlopen(request, timeout=REPLY_TIMEOUT_S).close()
 
 

@@ -101,6 +101,17 @@ topologySpreadConstraints:
 {{- end -}}
 {{- end }}
 
+{{/* The admin key, where one is set: for routers, and for those who ask them. */}}
+{{- define "pdserve.adminKeyEnv" -}}
+{{- with .Values.router.adminKey.existingSecret -}}
+- name: PDSERVE_ROUTER_ADMIN_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: {{ $.Values.router.adminKey.secretKey }}
+{{- end -}}
+{{- end }}
+
 {{/* Ray's token, from the Secret that KubeRay makes for the cluster. Only for containers KubeRay does not know. */}}
 {{- define "pdserve.rayTokenEnv" -}}
 - name: RAY_AUTH_MODE

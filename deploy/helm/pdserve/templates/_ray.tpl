@@ -107,6 +107,7 @@ template:
         env:
           {{- include "pdserve.rayEnv" $root | nindent 10 }}
           {{- include "pdserve.redisEnv" $root | nindent 10 }}
+          {{- with include "pdserve.adminKeyEnv" $root }}{{ . | nindent 10 }}{{ end }}
           {{- include "pdserve.writableEnv" $root | nindent 10 }}
           - name: PDSERVE_URL
             value: http://{{ include "pdserve.fullname" $root }}:{{ $root.Values.router.service.httpPort }}
