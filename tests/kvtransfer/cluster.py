@@ -38,6 +38,8 @@ from kvtransfer.sender import SenderCore
 from kvtransfer.sender_session import SenderSessions
 from kvtransfer.session import SessionSettings
 
+NUM_TOKENS = 100
+SOURCE_TABLE, TARGET_TABLE = (5, 3, 9, 1, 7, 11, 2), (4, 0, 6, 3)
 PREFILL, DECODE = WorkerRef("prefill-0", "aa"), WorkerRef("decode-0", "bb")
 FIRST = (FirstToken(0, SampledToken(7, -0.5, ((7, -0.5), (9, -1.5)))),)
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -255,3 +257,22 @@ async def pair(
         prefill.loop.close()
         decode.loop.close()
         await server.stop(0)
+
+
+async def ship(
+    cluster: Pair, name: str, *, seed: int = 1, step: int = 24, first_token: int = 0, num_tokens: int = NUM_TOKENS
+) -> TransferId:
+    """Start a transfer and compute all of it."""
+    transfer_id = new_transfer_id(name)
+    cluster.decode.expect(transfer_id, TARGET_TABLE, num_tokens, first_token)
+    cluster.prefill.start(transfer_id, cluster.address, SOURCE_TABLE, num_tokens, first_token)
+    await cluster.prefill.compute(transfer_id, SOURCE_TABLE, request_rows(seed, num_tokens), step, first_token)
+    return transfer_id
+
+
+async def check_works(cluster: Pair, name: str = "canary") -> None:
+    """A fresh request goes through byte for byte on the same pair."""
+    cluster.decode.kv.fill_(-1.0)
+    transfer_id = await ship(cluster, name, seed=99)
+    assert await cluster.until_ended(transfer_id) is Outcome.DONE
+    assert torch.equal(rows_of(cluster.decode.kv, TARGET_TABLE, NUM_TOKENS), request_rows(99, NUM_TOKENS))

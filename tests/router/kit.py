@@ -31,6 +31,7 @@ from router.events import (
     RouterEvent,
     SendToWorker,
     WorkerConnected,
+    WorkerLost,
     WorkerMessageReceived,
 )
 from router.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, Tokens
@@ -241,3 +242,7 @@ class Driver:
     def _answer(self, lookup: LookupPrefix) -> None:
         found = tuple((w, self.cached_blocks[w.worker_id]) for w in lookup.workers if w.worker_id in self.cached_blocks)
         self.feed(PrefixFound(lookup.attempt_id, lookup.key, found))
+
+
+def lose(driver: Driver, worker_id: str, incarnation: str = "1") -> None:
+    driver.feed(WorkerLost(ref(worker_id, incarnation), "stream ended"))
