@@ -18,7 +18,7 @@ from common.request import FinishReason
 from router.events import DropWorker, Lost, NoteRetry, WorkerMessageReceived
 from router.generation import Finished
 from router.router_limits import RouterLimits
-from tests.router.kit import Driver, ref, request, token, worker_info
+from tests.router.kit import Driver, lose, ref, request, token, worker_info
 
 # ---- refusals -------------------------------------------------------------------------------------------
 
