@@ -127,7 +127,8 @@ async def _request(
     )
     timings, arrivals = generation_pb2.RequestTimings(), []
     async for response in stub.Generate(request):
-        arrivals.append(time.perf_counter())
+        if response.HasField("chunk"):
+            arrivals.append(time.perf_counter())
         if response.HasField("finished"):
             timings = response.finished.timings
     gaps = [after - before for before, after in pairwise(arrivals)]
