@@ -12,9 +12,7 @@
 
 namespace {
 
-struct bfloat16 {
-    uint16_t bits;
-};
+struct bfloat16 { uint16_t bits; };
 
 inline float load(float x) { return x; }
 
@@ -106,9 +104,7 @@ inline void rotate(T* target, const T* source, const float* cos_sin, int64_t hea
     }
 }
 
-struct Heads {
-    int64_t num_heads, num_kv_heads, head_dim;
-};
+struct Heads { int64_t num_heads, num_kv_heads, head_dim; };
 
 template <typename T>
 void rope_write(T* q_out, T* k_cache, T* v_cache, const T* q, const T* k, const T* v, const int64_t* token_strides,
@@ -153,7 +149,7 @@ struct Group {
         }
     }
 
-    // sums[g] += weights[g * stride + t] * values[t]; two tokens at a time halve the traffic of the sums
+    // sums[g] += weights[g * stride + t] * values[t]; four tokens at a time quarter the traffic of the sums
     void accumulate(float* sums, const float* weights, int64_t stride, const T* values, int64_t token_stride,
                     int64_t num_tokens) const {
         int64_t t = 0;
@@ -195,10 +191,7 @@ inline float soften(float* scores, int64_t count) {
 }
 
 template <typename T>
-struct Cache {
-    const T *k, *v;
-    int64_t block_size;
-};
+struct Cache { const T *k, *v; int64_t block_size; };
 
 // KV heads [first_head, last_head) of one sequence; blocks are read once each, in the order of the table.
 template <typename T, int DIM, int GROUP>
@@ -289,7 +282,6 @@ inline uint32_t noise_bits(uint32_t token_id, uint32_t key_low, uint32_t key_hig
 }
 
 constexpr float kStep = 1.0f / 8388608.0f;  // 2^-23
-
 constexpr int64_t kChunk = 256;
 
 inline void best_of(const float* logits, int64_t size, float* best, int64_t* best_idx) {
