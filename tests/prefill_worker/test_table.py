@@ -11,6 +11,7 @@ from prefill_worker.events import DrainRequested, LayerComputed, RouterLost, Ste
 from tests.prefill_worker.harness import DECODE, ROUTER, Bench, attempt, prompt, tokens
 
 TRY = 5
+STRANGER = WorkerRef("d9", "1")
 TRANSFER = TransferId(attempt("a"), TRY)
 
 

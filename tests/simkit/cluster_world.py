@@ -43,15 +43,21 @@ FOREVER_S = 1e9
 
 
 class ClusterWorld:
-    """One request. A process is named by its life: "p0.1", after its death "p0.2"."""
+    """One request. A process is named by its life: "p0.1", after its death "p0.2".
 
-    def __init__(self, faults: dict[str, int] | None = None, num_prefill: int = 1, num_decode: int = 1) -> None:
+    The prompt has two tokens: two prefill chunks with `chunk_tokens` 1, else one; each is shipped layer by layer.
+    """
+
+    def __init__(
+        self, faults: dict[str, int] | None = None, *, num_prefill: int = 1, num_decode: int = 1, chunk_tokens: int = 1
+    ) -> None:
+        self.chunk_tokens = chunk_tokens
         self.budget = dict(faults or {})
         self.now_s = 1.0
         self.router = RouterCore(RouterLimits(worker_silence_s=FOREVER_S, num_kept_requests=0))
         roles = {f"p{idx}.1": Role.PREFILL for idx in range(num_prefill)}
         roles |= {f"d{idx}.1": Role.DECODE for idx in range(num_decode)}
-        self.processes = {name: SmallProcess(name, role) for name, role in roles.items()}
+        self.processes = {name: SmallProcess(name, role, chunk_tokens) for name, role in roles.items()}
         self.net = HandoffNet(self.processes)
         self.streams = Streams()
         self.output: list[int] = []
@@ -128,7 +134,7 @@ class ClusterWorld:
 
     def _fault_crash_prefill(self, name: str) -> None:
         role = self.processes.pop(name).role
-        self.processes[next_life(name)] = SmallProcess(next_life(name), role)
+        self.processes[next_life(name)] = SmallProcess(next_life(name), role, self.chunk_tokens)
         self.net.kill(name, next_life(name))
         self.streams.kill(name)
 

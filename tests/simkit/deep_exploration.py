@@ -1,15 +1,17 @@
-"""`make explore`: larger handoffs than the tests explore. Prints what was visited; exits 1 with the shortest story."""
+"""`make explore`: more than the tests explore. Prints what was visited; exits 1 with the shortest story."""
 
 import time
 
+from tests.simkit import cluster_worlds, handoff_worlds
 from tests.simkit.explorer import Violation
-from tests.simkit.handoff_worlds import DEEP_WORLDS
 
 MAX_STATES = 1_000_000
 
 
 def main() -> int:
-    for name, setting in DEEP_WORLDS.items():
+    handoffs = {f"handoff: {name}": setting for name, setting in handoff_worlds.DEEP_WORLDS.items()}
+    clusters = {f"cluster: {name}": setting for name, setting in cluster_worlds.DEEP_WORLDS.items()}
+    for name, setting in {**clusters, **handoffs}.items():
         started_s = time.monotonic()
         try:
             result = setting.explore(MAX_STATES)

@@ -19,15 +19,15 @@ STEP_S = 0.001
 class SmallProcess:
     """`step` is the running step and how many layers it has computed."""
 
-    def __init__(self, name: str, role: Role) -> None:
+    def __init__(self, name: str, role: Role, chunk_tokens: int) -> None:
         self.name = name
         self.role = role
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
         self.engine = LayeredEngine(BLOCK_SIZE)
         self.step: tuple[RunStep, int] | None = None
         self.core: Any
-        if role is Role.PREFILL:  # one token a step: a prompt of two tokens takes two chunks
-            self.core = PrefillCore(self.pool, new_sender(), PrefillLimits(1, 1, 4), {}, NUM_LAYERS)
+        if role is Role.PREFILL:
+            self.core = PrefillCore(self.pool, new_sender(), PrefillLimits(chunk_tokens, 1, 4), {}, NUM_LAYERS)
         else:
             self.core = DecodeCore(self.pool, new_receiver(), DecodeLimits(4, 2, 4, 1e6), {})
         self.core._history = deque(maxlen=0)  # what was is not part of what is
