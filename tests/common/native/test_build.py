@@ -46,11 +46,15 @@ def test_a_cache_that_cannot_be_written_means_no_library(tmp_path: Path, monkeyp
     assert build.load_library() is None
 
 
+ANSWERS_VERSION = '[ "$1" != --version ] || { echo 1; exit; }'
+WRITES_LAST = 'for last; do :; done; echo x > "$last"'
+
+
 def test_processes_that_start_at_once_end_with_one_library(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stub writes its last argument, as a compiler its output; what it writes is no library, so loading fails."""
-    monkeypatch.setenv("CXX", stub_compiler(tmp_path, 'for last; do :; done; echo x > "$last"'))
+    monkeypatch.setenv("CXX", stub_compiler(tmp_path, f"{ANSWERS_VERSION}; {WRITES_LAST}"))
     with ThreadPoolExecutor(4) as pool:
         loaded = [future.result() for future in [pool.submit(build.load_library) for _ in range(4)]]
     assert loaded == [None] * 4
