@@ -24,7 +24,9 @@ def generate() -> dict[str, str]:
     sources = sorted(str(path.relative_to(PROTO_DIR)) for path in PROTO_DIR.rglob("*.proto"))
     with tempfile.TemporaryDirectory() as out:
         includes = [f"-I{PROTO_DIR}", f"-I{files('grpc_tools') / '_proto'}"]
-        outputs = [f"--python_out={out}", f"--grpc_python_out={out}", f"--mypy_out=quiet:{out}"]
+        # The plugin of this environment, whether or not it is activated.
+        plugin = f"--plugin=protoc-gen-mypy={Path(sys.executable).with_name('protoc-gen-mypy')}"
+        outputs = [plugin, f"--python_out={out}", f"--grpc_python_out={out}", f"--mypy_out=quiet:{out}"]
         if protoc.main(["protoc", *includes, *outputs, *sources]) != 0:
             raise SystemExit("protoc failed")
         return {path.name: _flatten(path.read_text()) for path in Path(out).rglob("*_pb2*.py*")}
