@@ -5,10 +5,11 @@ sockets (`sessions`, and the router's streams here).
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.errors import PeerError
 from common.hashing import block_hashes, hash_root
 from common.ids import RequestId, RouterId, WorkerRef
 from common.messages import Cancel, Drain, Prefill, Reserve, Role
@@ -37,7 +38,6 @@ from tests.simkit.nodes import Node, SimWorker
 from tests.simkit.sessions import Sessions, Stream, Wire
 from tests.simkit.virtual_time import VirtualTime
 
-ROUTER = RouterId("router")
 POLL_S, STATS_S, RECONNECT_S = 0.5, 0.25, 0.3
 
 
@@ -57,12 +57,13 @@ class Shape:
 
 @dataclass(slots=True)
 class Connection:
-    """The router's stream to one life of a worker."""
+    """The router's stream to one life of a worker. `router_id`: of the life of the router that opened it."""
 
+    router_id: RouterId
     worker: SimWorker
     to_worker: Stream
     to_router: Stream
-    is_open: bool = True
+    is_told_to_worker: bool = False  # that it ended
 
 
 @dataclass(slots=True)
@@ -90,9 +91,8 @@ class SimCluster:
         self._connections: dict[WorkerRef, Connection] = {}
         self._lives = 0
         self.sessions = Sessions(self.wire, self._find)
-        limits = RouterLimits(shape.local_prefill_max_tokens, shape.max_num_queued)
-        self.router = Node("router", RouterCore(limits), self.time, rng.uniform(0.0, 1e4))
-        self.router.perform = self._perform_router
+        self._ended: dict[WorkerRef, Connection] = {}  # the worker may not have heard of the end yet
+        self.router = self._new_router()
         for idx in range(shape.num_prefill):
             self.start_worker(f"p{idx}", Role.PREFILL)
         for idx in range(shape.num_decode):
@@ -116,7 +116,7 @@ class SimCluster:
             shape.prefill_block_size if is_prefill else shape.decode_block_size,
         )
         worker.index = self.index
-        worker.send = lambda router_id, message: self._to_router(worker, message)
+        worker.send = lambda router_id, message: self._to_router(worker, router_id, message)
         worker.network = self.sessions.perform
         self.workers[name] = worker
         self.index.register(worker.registration)
@@ -131,17 +131,79 @@ class SimCluster:
         self.disconnect(worker, "worker died")
         self.time.after(1.0, lambda: self.index.deregister(worker.ref))
 
-    def disconnect(self, worker: SimWorker, reason: str) -> None:
-        """Cut the router's stream; both ends hear of it."""
+    def disconnect(self, worker: SimWorker, reason: str) -> bool:
+        """Cut the router's stream; both ends hear of it, and what was under way to the router may arrive first."""
         connection = self._connections.pop(worker.ref, None)
         if connection is None:
-            return
-        connection.is_open = False
-        connection.to_router.close()
+            return False
+        self._ended[worker.ref] = connection
         connection.to_worker.close()
-        lost = PrefillRouterLost(ROUTER) if worker.role is Role.PREFILL else DecodeRouterLost(ROUTER)
-        self.time.after(self.rng.uniform(0.0, 0.1), lambda: worker.post(lost))
-        self.time.after(self.rng.uniform(0.0, 0.1), lambda: self.router.post(WorkerLost(worker.ref, reason)))
+        delays = [self.rng.uniform(0.0, 0.1) for _ in range(2)]
+        if self.rng.random() < 0.5:
+            connection.to_router.close()
+        self.time.after(delays[0], lambda: self._tell_worker(connection))
+        self.time.after(delays[1], lambda: self._tell_router(connection, self.router, reason))
+        return True
+
+    def _tell_worker(self, connection: Connection) -> None:
+        if connection.is_told_to_worker:
+            return
+        connection.is_told_to_worker = True
+        is_prefill = connection.worker.role is Role.PREFILL
+        connection.worker.post((PrefillRouterLost if is_prefill else DecodeRouterLost)(connection.router_id))
+
+    def _tell_router(self, connection: Connection, router: Node, reason: str) -> None:
+        connection.to_router.close()
+        router.post(WorkerLost(connection.worker.ref, reason))
+
+    def kill_router(self) -> None:
+        """What it knew is gone: its clients see a broken connection, its workers a stream that ends."""
+        self.note("kill router")
+        self.router.is_alive = False
+        for connection in list(self._connections.values()):
+            self.disconnect(connection.worker, "router died")
+        for answer in self.answers.values():
+            if answer.end is None:
+                answer.end, answer.ended_s = Failed(PeerError("connection closed")), self.time.now_s
+
+    def restart_router(self) -> None:
+        """A new life, often under the same name; it knows nothing."""
+        if not self.router.is_alive:
+            self.note("start router")
+            self.router = self._new_router()
+
+    def _new_router(self) -> Node:
+        self._lives += 1
+        limits = RouterLimits(self.shape.local_prefill_max_tokens, self.shape.max_num_queued)
+        self.router_id = RouterId("router" if self.rng.random() < 0.5 else f"router{self._lives}")
+        router = Node("router", RouterCore(limits), self.time, self.rng.uniform(0.0, 1e4))
+        router.perform = lambda effect: self._perform_router(router, effect)
+        return router
+
+    def streams_of(self, worker: SimWorker) -> list[Stream]:
+        """Both directions of the router's stream to a worker, if there is one."""
+        connection = self._connections.get(worker.ref)
+        return [] if connection is None else [connection.to_worker, connection.to_router]
+
+    # ---- the index ----------------------------------------------------------------------------------
+
+    def wipe_index(self, delays_s: Sequence[float]) -> None:
+        """Everything is gone; each worker notices after its delay and says again who it is and what it holds."""
+        self.index = InMemoryIndex()
+        for worker, delay_s in zip(self.workers.values(), delays_s, strict=True):
+            worker.index = self.index
+            self.time.after(delay_s, lambda worker=worker, index=self.index: self._publish_again(worker, index))  # type: ignore[misc]
+
+    def _publish_again(self, worker: SimWorker, index: InMemoryIndex) -> None:
+        if worker.is_alive and index is self.index:
+            index.register(worker.registration)
+            index.writer(worker.ref).publish(worker.pool.cached_hashes(), ())
+
+    def make_index_lie(self, name: str) -> bool:
+        """One worker is said to hold what all of them hold."""
+        hashes = [block_hash for worker in self.workers.values() for block_hash in worker.pool.cached_hashes()]
+        self.index.writer(self.workers[name].ref).publish(hashes, ())
+        return bool(hashes)
 
     def drain(self, name: str, grace_s: float) -> None:
         worker = self.workers[name]
@@ -169,54 +231,57 @@ class SimCluster:
     def _connect(self, worker: SimWorker) -> None:
         if not worker.is_alive or worker.ref in self._connections:
             return
+        if not self.router.is_alive:
+            return
         ref = worker.ref
-        to_worker = Stream(self.wire, lambda message: self._deliver_to_worker(worker, message))
+        if (old := self._ended.pop(ref, None)) is not None and old.router_id == self.router_id:
+            self._tell_worker(old)  # the worker ends the stream that it had from this router before
+        to_worker = Stream(self.wire, lambda message: self._deliver_to_worker(connection, message))
         to_router = Stream(self.wire, self.router.post)
-        self._connections[ref] = Connection(worker, to_worker, to_router)
+        connection = self._connections[ref] = Connection(self.router_id, worker, to_worker, to_router)
         to_router.send(WorkerConnected(worker.info, worker.ref.worker_id))
 
     def _send_stats(self) -> None:
         for connection in list(self._connections.values()):
             if connection.worker.is_alive and not connection.worker.is_frozen:
-                self._to_router(connection.worker, connection.worker.stats())
+                self._to_router(connection.worker, None, connection.worker.stats())
         self.time.after(STATS_S, self._send_stats)
 
-    def _to_router(self, worker: SimWorker, message: Any) -> None:
+    def _to_router(self, worker: SimWorker, router_id: RouterId | None, message: Any) -> None:
+        """`router_id`: whom the worker means; None: whoever is connected."""
         connection = self._connections.get(worker.ref)
-        if connection is not None and worker.is_alive:
+        if connection is not None and worker.is_alive and router_id in (None, connection.router_id):
             connection.to_router.send(WorkerMessageReceived(worker.ref, message))
 
-    def _deliver_to_worker(self, worker: SimWorker, message: Any) -> None:
+    def _deliver_to_worker(self, connection: Connection, message: Any) -> None:
+        worker, router_id = connection.worker, connection.router_id
         match message:
-            case Prefill():
-                worker.post(PrefillMessage(ROUTER, message))
-            case Reserve():
-                worker.post(DecodeMessage(ROUTER, message))
-            case Cancel():
-                worker.post((PrefillMessage if worker.role is Role.PREFILL else DecodeMessage)(ROUTER, message))
+            case Prefill() | Reserve() | Cancel():
+                received = PrefillMessage if worker.role is Role.PREFILL else DecodeMessage
+                worker.post(received(router_id, message))
             case Drain(grace_s):
                 self.drain(worker.ref.worker_id, grace_s)
 
-    def _perform_router(self, effect: Any) -> None:
+    def _perform_router(self, router: Node, effect: Any) -> None:
         match effect:
             case SendToWorker(ref, message):
                 if (connection := self._connections.get(ref)) is not None:
                     connection.to_worker.send(message)
             case LookupPrefix():
-                self.time.after(self.wire.delay_s(), lambda: self._look_up(effect))
+                self.time.after(self.wire.delay_s(), lambda: self._look_up(router, effect))
             case DropWorker(ref, reason):
                 if (connection := self._connections.get(ref)) is not None:
                     self.disconnect(connection.worker, reason)
             case Deliver(request_id, event):
                 self._deliver(request_id, event)
 
-    def _look_up(self, lookup: LookupPrefix) -> None:
+    def _look_up(self, router: Node, lookup: LookupPrefix) -> None:
         found: list[tuple[WorkerRef, int]] = []
         if self.is_index_up:
             root = hash_root(dict(lookup.key.pairing.fields), lookup.key.block_size, lookup.cache_salt)
             hashes = block_hashes(lookup.token_ids, lookup.key.block_size, root)
             found = list(_now(self.index.longest_prefix(hashes, lookup.workers)).items())
-        self.router.post(PrefixFound(lookup.attempt_id, lookup.key, tuple(found)))
+        router.post(PrefixFound(lookup.attempt_id, lookup.key, tuple(found)))
 
     def _deliver(self, request_id: RequestId, event: GenerationEvent) -> None:
         answer = self.answers[request_id]
@@ -238,6 +303,3 @@ def _now(coroutine: Any) -> Any:
     except StopIteration as stop:
         return stop.value
     raise AssertionError("the in-memory index waited")
-
-
-OnEnd = Callable[[], None]

@@ -1,6 +1,7 @@
 """`make explore`: more than the tests explore. Prints what was visited; exits 1 with the shortest story."""
 
 import time
+from typing import Any
 
 from tests.simkit import cluster_worlds, handoff_worlds
 from tests.simkit.explorer import Violation
@@ -9,8 +10,8 @@ MAX_STATES = 1_000_000
 
 
 def main() -> int:
-    handoffs = {f"handoff: {name}": setting for name, setting in handoff_worlds.DEEP_WORLDS.items()}
-    clusters = {f"cluster: {name}": setting for name, setting in cluster_worlds.DEEP_WORLDS.items()}
+    handoffs: dict[str, Any] = {f"handoff: {name}": setting for name, setting in handoff_worlds.DEEP_WORLDS.items()}
+    clusters: dict[str, Any] = {f"cluster: {name}": setting for name, setting in cluster_worlds.DEEP_WORLDS.items()}
     for name, setting in {**clusters, **handoffs}.items():
         started_s = time.monotonic()
         try:

@@ -78,6 +78,12 @@ class Node:
     def freeze(self) -> None:
         self.is_frozen = True
 
+    def jump(self, seconds: float) -> None:
+        """Its clock goes ahead."""
+        self._skew_s += seconds
+        if self.is_alive and not self.is_frozen:
+            self._set_timer()
+
     def thaw(self) -> None:
         self.is_frozen = False
         while self._waiting and not self.is_frozen:
@@ -172,9 +178,8 @@ class SimWorker(Node):
             return
         self.engine.begin(plan)
         for layer in range(NUM_LAYERS):
-            self._time.after(
-                duration_s * (layer + 1) / (NUM_LAYERS + 1), lambda layer=layer: self._layer(effect, layer)
-            )  # type: ignore[misc]
+            delay_s = duration_s * (layer + 1) / (NUM_LAYERS + 1)
+            self._time.after(delay_s, lambda layer=layer: self._layer(effect, layer))  # type: ignore[misc]
         self._time.after(duration_s, lambda: self._end_step(effect, duration_s))
 
     def _layer(self, effect: PrefillRuns | DecodeRuns, layer: int) -> None:

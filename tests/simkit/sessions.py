@@ -65,6 +65,10 @@ class Stream:
         self._free_s = max(self._free_s, self._wire.time.now_s + self._wire.delay_s())
         self._wire.time.after(self._free_s - self._wire.time.now_s, lambda: self._arrive(message))
 
+    def mute(self, seconds: float) -> None:
+        """What is sent from now on arrives only after a while."""
+        self._free_s = max(self._free_s, self._wire.time.now_s + seconds)
+
     def close(self) -> None:
         self._is_open = False
 
@@ -89,6 +93,10 @@ class Session:
         self._sent: deque[tuple[SendChunk, Payload]] = deque()
         self._posted: deque[PostReceive] = deque()
         self._is_moving = False
+
+    @property
+    def streams(self) -> tuple[Stream, Stream]:
+        return self._up, self._down
 
     def open(self) -> None:
         self.receiver_knows = True

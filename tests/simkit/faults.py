@@ -1,0 +1,153 @@
+"""Makes planned faults happen in a simulated cluster, and heals it in the end."""
+
+import random
+
+from tests.simkit.cluster import SimCluster
+from tests.simkit.plan import PlannedFault
+
+
+class Faults:
+    """`done`: the kinds that really happened: a fault that finds nothing to hit is none."""
+
+    def __init__(self, cluster: SimCluster) -> None:
+        self.done: list[str] = []
+        self._cluster = cluster
+        self._time = cluster.time
+
+    def inject(self, fault: PlannedFault) -> None:
+        rng = random.Random(fault.draw)
+        name = rng.choice(list(self._cluster.workers))
+        has_hit = getattr(self, f"_{fault.kind}")(name, rng)
+        self._cluster.note(f"fault {fault.kind} {name}{'' if has_hit else ' (nothing to hit)'}")
+        if has_hit:
+            self.done.append(fault.kind)
+
+    def heal(self) -> None:
+        """Everything runs again, at normal speed; what was lost stays lost."""
+        cluster = self._cluster
+        cluster.note("heal")
+        cluster.is_index_up = True
+        cluster.wire.slowness = 1.0
+        cluster.restart_router()
+        cluster.router.thaw()
+        for name, worker in list(cluster.workers.items()):
+            worker.slowness, worker.failing_steps = 1.0, 0
+            worker.thaw()
+            self._restart(name)
+        for session in cluster.sessions.open_sessions():
+            session.corruptions = 0
+
+    def _restart(self, name: str) -> None:
+        worker = self._cluster.workers[name]
+        if not worker.is_alive:
+            self._cluster.start_worker(name, worker.role)
+
+    # ---- workers ------------------------------------------------------------------------------------
+
+    def _kill(self, name: str, rng: random.Random) -> bool:
+        if not self._cluster.workers[name].is_alive:
+            return False
+        self._cluster.kill(name)
+        self._time.after(rng.uniform(0.1, 3.0), lambda: self._restart(name))
+        return True
+
+    def _freeze(self, name: str, rng: random.Random) -> bool:
+        worker = self._cluster.workers[name]
+        worker.freeze()
+        self._time.after(rng.uniform(0.05, 5.0), worker.thaw)
+        return worker.is_alive
+
+    def _slow_worker(self, name: str, _: random.Random) -> bool:
+        self._cluster.workers[name].slowness = 10.0
+        return True
+
+    def _fail_step(self, name: str, _: random.Random) -> bool:
+        self._cluster.workers[name].failing_steps = 1
+        return True
+
+    def _drain(self, name: str, _: random.Random) -> bool:
+        worker = self._cluster.workers[name]
+        if not worker.is_alive or worker.is_frozen:
+            return False
+        self._cluster.drain(name, 1.0)
+        self._time.after(2.0, lambda: self._replace(name))
+        return True
+
+    def _replace(self, name: str) -> None:
+        if self._cluster.workers[name].is_alive:
+            self._cluster.kill(name)
+        self._restart(name)
+
+    def _clock_jump(self, name: str, rng: random.Random) -> bool:
+        """As after a pause of the machine: the process finds itself later than it thought."""
+        self._cluster.workers[name].jump(rng.uniform(0.5, 3.0))
+        return True
+
+    # ---- the router ---------------------------------------------------------------------------------
+
+    def _router_crash(self, _: str, rng: random.Random) -> bool:
+        if not self._cluster.router.is_alive:
+            return False
+        self._cluster.kill_router()
+        self._time.after(rng.uniform(0.1, 2.0), self._cluster.restart_router)
+        return True
+
+    def _router_freeze(self, _: str, rng: random.Random) -> bool:
+        router = self._cluster.router
+        router.freeze()
+        self._time.after(rng.uniform(0.05, 3.0), router.thaw)
+        return router.is_alive
+
+    # ---- streams and sessions -----------------------------------------------------------------------
+
+    def _cut_stream(self, name: str, _: random.Random) -> bool:
+        return self._cluster.disconnect(self._cluster.workers[name], "stream cut")
+
+    def _mute_stream(self, name: str, rng: random.Random) -> bool:
+        """One direction of a router stream is silent for a while, the other works."""
+        streams = self._cluster.streams_of(self._cluster.workers[name])
+        if streams:
+            rng.choice(streams).mute(rng.uniform(0.5, 8.0))
+        return bool(streams)
+
+    def _break_session(self, _: str, rng: random.Random) -> bool:
+        sessions = self._cluster.sessions.open_sessions()
+        if sessions:
+            rng.choice(sessions).break_("session cut")
+        return bool(sessions)
+
+    def _mute_session(self, _: str, rng: random.Random) -> bool:
+        """One direction of a handoff's control stream is silent for a while; the link works."""
+        sessions = self._cluster.sessions.open_sessions()
+        if sessions:
+            rng.choice(rng.choice(sessions).streams).mute(rng.uniform(0.5, 8.0))
+        return bool(sessions)
+
+    def _corrupt(self, _: str, __: random.Random) -> bool:
+        sessions = self._cluster.sessions.open_sessions()
+        for session in sessions:
+            session.corruptions = 1
+        return bool(sessions)
+
+    def _slow_wire(self, _: str, __: random.Random) -> bool:
+        self._cluster.wire.slowness = 20.0
+        return True
+
+    # ---- the index ----------------------------------------------------------------------------------
+
+    def _index_down(self, _: str, rng: random.Random) -> bool:
+        self._cluster.is_index_up = False
+        self._time.after(rng.uniform(0.1, 2.0), self._index_up)
+        return True
+
+    def _index_up(self) -> None:
+        self._cluster.is_index_up = True
+
+    def _index_wiped(self, _: str, rng: random.Random) -> bool:
+        """Empty, with no workers registered, until each has noticed and told everything again."""
+        self._cluster.wipe_index([rng.uniform(0.1, 2.0) for _ in self._cluster.workers])
+        return True
+
+    def _index_stale(self, name: str, _: random.Random) -> bool:
+        """The index says of one worker that it holds whatever any worker holds."""
+        return self._cluster.make_index_lie(name)
