@@ -119,6 +119,18 @@ def test_old_life_that_thaws_cannot_replace_its_successor() -> None:
     assert [worker.ref for worker in driver.core.workers] == [ref("p0"), ref("d0", "2")]
 
 
+def test_what_an_earlier_life_of_a_worker_says_is_not_believed() -> None:
+    driver = Driver("p0", "d0")
+    driver.connect(worker_info("d0", "2"))
+    driver.submit(request())
+    attempt_id = AttemptId(request().request_id, 0)
+    granted = Granted(attempt_id, first_missing_token=0, is_local=True)
+    driver.say("d0", granted, incarnation="1")
+    assert driver.events() == []
+    driver.say("d0", granted, incarnation="2")
+    assert len(driver.events()) == 1
+
+
 def test_worker_may_connect_again_under_the_same_life() -> None:
     driver = Driver("p0", "d0")
     lose(driver, "d0")
