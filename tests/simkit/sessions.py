@@ -37,8 +37,6 @@ from tests.simkit.layered_engine import Payload, read_chunk, write_chunk
 from tests.simkit.nodes import SimWorker
 from tests.simkit.virtual_time import VirtualTime
 
-COPY_S = 0.0005
-
 
 class Wire:
     """What a network does to a message: a delay; order is kept per direction by `Stream`."""
@@ -50,6 +48,10 @@ class Wire:
 
     def delay_s(self) -> float:
         return self.rng.choice((0.0002, 0.0005, 0.002, 0.01)) * self.slowness
+
+    def copy_s(self) -> float:
+        """How long a pack or a write takes: the thread that does it may wait for a processor."""
+        return self.rng.choice((0.0002, 0.0005, 0.01))
 
 
 class Stream:
@@ -127,7 +129,7 @@ class Session:
             case SendChunk(_, transfer_id, chunk):
                 self._up.send(ChunkAnnounced(ref, transfer_id, chunk))
                 self._packing.append(effect)
-                self._wire.time.after(COPY_S, self._pack)
+                self._wire.time.after(self._wire.copy_s(), self._pack)
             case SendFinished(_, transfer_id, num_chunks, tokens):
                 self._up.send(FinishAnnounced(ref, transfer_id, num_chunks, tokens))
             case SendCancel(_, transfer_id, reason):
@@ -152,6 +154,7 @@ class Session:
         if not self.is_open or not self._packing:
             return
         effect = self._packing.popleft()
+        check_referenced(self.sender, effect)
         self._sent.append((effect, read_chunk(self.sender.engine, effect.chunk, effect.block_table)))
         self.sender.post(ChunkPacked(effect.transfer_id, effect.chunk.seq))
         self._move()
@@ -174,7 +177,7 @@ class Session:
         error = None
         if self.corruptions:
             self.corruptions -= 1
-            error = "digest differs"
+            error, payload = "digest differs", [[value + 1 for value in row] for row in payload]
         self.receiver_staging()[(self.sender.ref, effect.transfer_id, effect.chunk.seq)] = payload
         self.receiver.post(ChunkReceived(self.sender.ref, effect.transfer_id, effect.chunk.seq, error))
         self.sender.post(ChunkSent(effect.transfer_id, effect.chunk.seq))
@@ -182,6 +185,13 @@ class Session:
 
     def receiver_staging(self) -> dict[tuple[WorkerRef, TransferId, int], Payload]:
         return staging_of(self.receiver)
+
+
+def check_referenced(worker: SimWorker, effect: SendChunk | WriteChunk) -> None:
+    """Whoever reads or writes blocks does it while somebody holds them."""
+    size, chunk = worker.pool.block_size, effect.chunk
+    for block in effect.block_table[chunk.token_start // size : -(-chunk.token_end // size)]:
+        assert worker.pool.ref_count(block) > 0, f"{worker.ref}: block {block} is free while {effect} touches it"
 
 
 def staging_of(worker: SimWorker) -> dict[tuple[WorkerRef, TransferId, int], Payload]:
@@ -199,6 +209,7 @@ class Sessions:
         self._wire = wire
         self._find = find
         self._sessions: dict[tuple[WorkerRef, WorkerRef], Session] = {}
+        self._writes: dict[WorkerRef, deque[tuple[WriteChunk, Payload]]] = {}
 
     def open_sessions(self) -> list[Session]:
         return [session for session in self._sessions.values() if session.is_open]
@@ -249,9 +260,13 @@ class Sessions:
             del staging[(effect.peer, effect.transfer_id, effect.seq)]
             return
         payload = staging.pop((effect.peer, effect.transfer_id, effect.chunk.seq))
-        self._wire.time.after(COPY_S, lambda: self._write(worker, effect, payload))
+        self._writes.setdefault(worker.ref, deque()).append((effect, payload))
+        self._wire.time.after(self._wire.copy_s(), lambda: self._write(worker))
 
-    def _write(self, worker: SimWorker, effect: WriteChunk, payload: Payload) -> None:
+    def _write(self, worker: SimWorker) -> None:
+        """In the order in which they were asked for."""
+        effect, payload = self._writes[worker.ref].popleft()
         if worker.is_alive:
+            check_referenced(worker, effect)
             write_chunk(worker.engine, effect.chunk, effect.block_table, payload)
             worker.post(ChunkWritten(effect.transfer_id, effect.chunk.seq))
