@@ -190,6 +190,18 @@ class WorkerStats:
     num_held_attempts: int = field(default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Blocks of one attempt, for an audit. Blocks that attempts share count with each. `time_left_s` < 0: overdue."""
+
+    attempt_id: AttemptId
+    phase: str
+    num_blocks: int
+    age_s: float
+    time_left_s: float
+    prefill_try: int | None = None
+
+
 WorkerMessage = (
     WorkerInfo
     | Granted

@@ -24,6 +24,7 @@ from common.messages import (
     AttemptFailed,
     Cancel,
     Granted,
+    Holding,
     Refused,
     Reserve,
     TransferFailed,
@@ -45,6 +46,7 @@ from decode_worker.events import (
     StepFinished,
 )
 from decode_worker.generation import Generation
+from decode_worker.holdings import holdings_of
 from decode_worker.invariants import check_attempts
 from decode_worker.outbox import Outbox
 from decode_worker.scheduler import DecodeLimits, DecodeScheduler
@@ -67,7 +69,6 @@ from kvtransfer.events import (
 
 __all__ = ["DecodeCore", "DecodeLimits"]
 
-_HISTORY_LENGTH = 32
 _TransferActivity = ChunkAnnounced | ChunkReceived | ChunkWritten | FinishAnnounced
 
 
@@ -97,7 +98,7 @@ class DecodeCore:
         self._drain_deadline_s: float | None = None
         self._is_drained = False
         self._effects: list[DecodeEffect] = []
-        self._history: deque[str] = deque(maxlen=_HISTORY_LENGTH)
+        self._history: deque[str] = deque(maxlen=32)
 
     def handle(self, event: DecodeEvent, now_s: float) -> list[DecodeEffect]:
         self._history.append(f"{now_s:.3f} {type(event).__name__}")
@@ -139,6 +140,10 @@ class DecodeCore:
         is_draining = self._drain_deadline_s is not None
         num_held = sum(attempt.phase is AttemptPhase.RESERVED for attempt in self._attempts.values())
         return worker_stats(self._pool.stats(), self._scheduler, self._rate, num_held, is_draining=is_draining)
+
+    def holdings(self, now_s: float) -> list[Holding]:
+        """Who holds blocks, for an audit; reads only."""
+        return holdings_of(self._attempts.values(), self._scheduler, now_s)
 
     # ---- messages -----------------------------------------------------------------------------------
 

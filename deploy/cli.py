@@ -142,6 +142,14 @@ def status(url: Url = DEFAULT_URL, json: AsJson = False) -> None:
 
 
 @app.command()
+def audit(url: Url = DEFAULT_URL, json: AsJson = False) -> None:
+    """Ask every worker who holds its KV blocks and for how long. Exit code 1 when a pool does not add up."""
+    from deploy.audit import run_audit
+
+    raise typer.Exit(run_audit(url, as_json=json))
+
+
+@app.command()
 def scale(
     sizes: Annotated[list[str], typer.Argument(help="prefill=N and decode=N, one or both.", metavar="ROLE=N...")],
     url: Url = DEFAULT_URL,

@@ -19,7 +19,7 @@ from common.errors import InvalidTransition
 from common.hashing import block_hashes, hash_root
 from common.ids import AttemptId, RouterId, TransferId
 from common.kv.block_pool import BlockPool
-from common.messages import AttemptFailed, Cancel, FirstTokens, Prefill, Refused, WorkerState, WorkerStats
+from common.messages import AttemptFailed, Cancel, FirstTokens, Holding, Prefill, Refused, WorkerState, WorkerStats
 from common.request import ChunkTiming, SampledToken, TokenEvent
 from kvtransfer.events import (
     FirstToken,
@@ -46,13 +46,12 @@ from prefill_worker.events import (
     StepFailed,
     StepFinished,
 )
+from prefill_worker.holdings import holdings_of
 from prefill_worker.invariants import check_requests
 from prefill_worker.request import Phase, PrefillRequest
 from prefill_worker.scheduler import PrefillLimits, PrefillScheduler
 
 __all__ = ["PrefillCore", "PrefillLimits"]
-
-_HISTORY_LENGTH = 32
 
 
 class PrefillCore:
@@ -75,13 +74,12 @@ class PrefillCore:
         self._current: dict[AttemptId, PrefillRequest] = {}  # the try that counts; never an ENDING one
         self._deadlines: Deadlines[TransferId] = Deadlines()
         self._num_sequences = 0
-        self._num_layers_done = 0  # of the running step
-        self._step_started_s = 0.0
+        self._num_layers_done, self._step_started_s = 0, 0.0  # of the running step
         self._rate = StepRate()
         self._drain_deadline_s: float | None = None
         self._is_drained = False
         self._effects: list[PrefillEffect] = []
-        self._history: deque[str] = deque(maxlen=_HISTORY_LENGTH)
+        self._history: deque[str] = deque(maxlen=32)
 
     def handle(self, event: PrefillEvent, now_s: float) -> list[PrefillEffect]:
         self._history.append(f"{now_s:.3f} {type(event).__name__}")
@@ -136,6 +134,10 @@ class PrefillCore:
             step_s=self._rate.step_s,
             num_held_attempts=phases[Phase.COMPUTED],
         )
+
+    def holdings(self, now_s: float) -> list[Holding]:
+        """Who holds blocks, for an audit; reads only."""
+        return holdings_of(self._requests.values(), now_s)
 
     # ---- messages -----------------------------------------------------------------------------------
 

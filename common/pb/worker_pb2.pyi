@@ -19,6 +19,109 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class AuditRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditRequest: _TypeAlias = AuditRequest  # noqa: Y015
+
+@_typing.final
+class AuditResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
+    FREE_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    HOLDINGS_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    incarnation: _builtins.str
+    role: _builtins.str
+    num_blocks: _builtins.int
+    used: _builtins.int
+    cached: _builtins.int
+    free: _builtins.int
+    held: _builtins.int
+    @_builtins.property
+    def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Invariants of the worker's state that do not hold."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        role: _builtins.str = ...,
+        num_blocks: _builtins.int = ...,
+        used: _builtins.int = ...,
+        cached: _builtins.int = ...,
+        free: _builtins.int = ...,
+        held: _builtins.int = ...,
+        holdings: _abc.Iterable[Global___Holding] | None = ...,
+        problems: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "held", b"held", "holdings", b"holdings", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "problems", b"problems", "role", b"role", "used", b"used", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditResponse: _TypeAlias = AuditResponse  # noqa: Y015
+
+@_typing.final
+class Holding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    PREFILL_TRY_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    TIME_LEFT_S_FIELD_NUMBER: _builtins.int
+    prefill_try: _builtins.int
+    phase: _builtins.str
+    num_blocks: _builtins.int
+    age_s: _builtins.float
+    time_left_s: _builtins.float
+    """Negative: it should be gone."""
+    @_builtins.property
+    def attempt(self) -> Global___AttemptId: ...
+    def __init__(
+        self,
+        *,
+        attempt: Global___AttemptId | None = ...,
+        prefill_try: _builtins.int | None = ...,
+        phase: _builtins.str = ...,
+        num_blocks: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        time_left_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try", "attempt", b"attempt", "prefill_try", b"prefill_try"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try", "age_s", b"age_s", "attempt", b"attempt", "num_blocks", b"num_blocks", "phase", b"phase", "prefill_try", b"prefill_try", "time_left_s", b"time_left_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prefill_try: _TypeAlias = _typing.Literal["prefill_try"]  # noqa: Y015
+    _WhichOneofArgType__prefill_try: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_try) -> _WhichOneofReturnType__prefill_try | None: ...
+
+Global___Holding: _TypeAlias = Holding  # noqa: Y015
+
+@_typing.final
 class ConnectRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

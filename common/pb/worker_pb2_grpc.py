@@ -41,6 +41,11 @@ class WorkerServiceStub:
                 request_serializer=pdserve_dot_worker_dot_v1_dot_worker__pb2.ConnectRequest.SerializeToString,
                 response_deserializer=pdserve_dot_worker_dot_v1_dot_worker__pb2.ConnectResponse.FromString,
                 _registered_method=True)
+        self.Audit = channel.unary_unary(
+                '/pdserve.worker.v1.WorkerService/Audit',
+                request_serializer=pdserve_dot_worker_dot_v1_dot_worker__pb2.AuditRequest.SerializeToString,
+                response_deserializer=pdserve_dot_worker_dot_v1_dot_worker__pb2.AuditResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -54,6 +59,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Audit(self, request, context):
+        """Who holds which KV blocks, and whether the worker's books add up. For operators; costs a pass over the pool.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +73,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=pdserve_dot_worker_dot_v1_dot_worker__pb2.ConnectRequest.FromString,
                     response_serializer=pdserve_dot_worker_dot_v1_dot_worker__pb2.ConnectResponse.SerializeToString,
+            ),
+            'Audit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Audit,
+                    request_deserializer=pdserve_dot_worker_dot_v1_dot_worker__pb2.AuditRequest.FromString,
+                    response_serializer=pdserve_dot_worker_dot_v1_dot_worker__pb2.AuditResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -92,6 +109,33 @@ class WorkerService:
             '/pdserve.worker.v1.WorkerService/Connect',
             pdserve_dot_worker_dot_v1_dot_worker__pb2.ConnectRequest.SerializeToString,
             pdserve_dot_worker_dot_v1_dot_worker__pb2.ConnectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Audit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.worker.v1.WorkerService/Audit',
+            pdserve_dot_worker_dot_v1_dot_worker__pb2.AuditRequest.SerializeToString,
+            pdserve_dot_worker_dot_v1_dot_worker__pb2.AuditResponse.FromString,
             options,
             channel_credentials,
             insecure,

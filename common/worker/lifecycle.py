@@ -25,6 +25,7 @@ from common.prefix_index.protocol import PrefixIndexWriter, Registration
 from common.prefix_index.redis import WorkerPresence
 from common.telemetry.logs import get_logger
 from common.telemetry.metrics import Metrics
+from common.worker.audit import Audit
 from common.worker.router_streams import RouterStreams
 
 STATS_INTERVAL_S = 0.25
@@ -88,6 +89,8 @@ class RoleWorker(Protocol):
 
     def stats(self) -> WorkerStats: ...
 
+    def audit(self, info: WorkerInfo) -> Audit: ...
+
     def cached_hashes(self) -> Sequence[BlockHash]: ...
 
     async def close(self) -> None: ...
@@ -133,6 +136,7 @@ async def run_worker(config: WorkerConfig, control: WorkerControl, build: Build)
         info,
         lambda router_id, message: role_box[0].on_message(router_id, message),
         lambda router_id: role_box[0].on_router_lost(router_id),
+        lambda: role_box[0].audit(info),
     )
     presence = WorkerPresence(
         config.redis_url,

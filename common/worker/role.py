@@ -13,7 +13,8 @@ from common.core_loop import CoreLoop
 from common.engine.plan import StepResult
 from common.ids import BlockHash, RouterId
 from common.kv.block_pool import BlockPool
-from common.messages import Cancel, Drain, HandoffReport, Prefill, Reserve, WorkerStats
+from common.messages import Cancel, Drain, HandoffReport, Holding, Prefill, Reserve, WorkerInfo, WorkerStats
+from common.worker.audit import Audit, audit
 from common.worker.compute import ComputeThread
 from common.worker.events import (
     Drained,
@@ -43,6 +44,8 @@ class RoleCore(Protocol):
     def check_invariants(self) -> None: ...
 
     def stats(self, now_s: float) -> WorkerStats: ...
+
+    def holdings(self, now_s: float) -> Sequence[Holding]: ...
 
 
 class Sessions(Protocol):
@@ -89,6 +92,9 @@ class RoleShell:
 
     def stats(self) -> WorkerStats:
         return with_health(self._core.stats(time.monotonic()), self._compute.step_age_s, self._around.config)
+
+    def audit(self, info: WorkerInfo) -> Audit:
+        return audit(info, self._pool, self._core, time.monotonic())
 
     def cached_hashes(self) -> Sequence[BlockHash]:
         return self._pool.cached_hashes()

@@ -15,6 +15,7 @@ from common.messages import Cancel, Drain, Prefill, Reserve, RouterHello, Worker
 from common.pb import worker_pb2, worker_pb2_grpc
 from common.pb_convert import router_message_from_pb, worker_message_to_pb
 from common.telemetry.logs import get_logger
+from common.worker.audit import Audit, audit_to_pb
 
 OnMessage = Callable[[RouterId, Reserve | Prefill | Cancel | Drain], None]
 OnRouterLost = Callable[[RouterId], None]
@@ -26,8 +27,15 @@ HELLO_TIMEOUT_S = 5.0
 class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
     """gRPC servicer. `send` and `broadcast` only from the event loop's thread."""
 
-    def __init__(self, info: WorkerInfo, on_message: OnMessage, on_router_lost: OnRouterLost) -> None:
+    def __init__(
+        self,
+        info: WorkerInfo,
+        on_message: OnMessage,
+        on_router_lost: OnRouterLost,
+        audit: Callable[[], Audit] | None = None,
+    ) -> None:
         self._info = info
+        self._audit = audit
         self._on_message = on_message
         self._on_router_lost = on_router_lost
         self._queues: dict[RouterId, asyncio.Queue[WorkerMessage | None]] = {}
@@ -70,6 +78,15 @@ class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             reader.cancel()
             self._end(router_id, queue)
+
+    async def Audit(
+        self, request: worker_pb2.AuditRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.AuditResponse:
+        """Who holds what here, in one moment between two events."""
+        if self._audit is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker keeps no books")
+            raise AssertionError("abort always raises")
+        return audit_to_pb(self._audit())
 
     async def _hello(
         self, requests: AsyncIterator[worker_pb2.ConnectRequest], context: grpc.aio.ServicerContext

@@ -9,11 +9,13 @@ import pytest
 
 from common.grpc_options import channel_options, server_options
 from common.ids import AttemptId, RequestId, RouterId, WorkerRef
-from common.messages import Cancel, Granted, Role, RouterHello, RouterMessage, WorkerInfo, WorkerStats
-from common.pb import worker_pb2_grpc
+from common.kv.block_pool import PoolStats
+from common.messages import Cancel, Granted, Holding, Role, RouterHello, RouterMessage, WorkerInfo, WorkerStats
+from common.pb import worker_pb2, worker_pb2_grpc
 from common.pb_convert import router_message_to_pb, worker_message_from_pb
 from common.request import PairingInfo
 from common.worker import router_streams
+from common.worker.audit import Audit, audit_from_pb
 from common.worker.router_streams import RouterStreams
 
 ROUTER = RouterId("router-0")
@@ -29,7 +31,10 @@ class Recorder:
     def __init__(self) -> None:
         self.messages: asyncio.Queue[tuple[RouterId, RouterMessage]] = asyncio.Queue()
         self.lost: asyncio.Queue[RouterId] = asyncio.Queue()
-        self.streams = RouterStreams(INFO, lambda *message: self.messages.put_nowait(message), self.lost.put_nowait)
+        self.audit: Audit
+        self.streams = RouterStreams(
+            INFO, lambda *message: self.messages.put_nowait(message), self.lost.put_nowait, lambda: self.audit
+        )
 
 
 class Router:
@@ -116,3 +121,11 @@ async def test_a_router_that_does_not_read_is_cut_off(monkeypatch: pytest.Monkey
         for _ in range(5):
             recorder.streams.send(ROUTER, WorkerStats())
         assert await asyncio.wait_for(recorder.lost.get(), 5) == ROUTER
+
+
+async def test_a_worker_says_who_holds_its_blocks() -> None:
+    async with serving() as (recorder, channel):
+        found = Audit(INFO.ref, INFO.role, PoolStats(8, 1, 2, 3, 2), (Holding(ATTEMPT, "ready", 1, 2.0, 3.0),), ())
+        recorder.audit = found
+        answer = await worker_pb2_grpc.WorkerServiceStub(channel).Audit(worker_pb2.AuditRequest(), timeout=5)
+        assert audit_from_pb(answer) == found

@@ -1,0 +1,88 @@
+"""Who holds which KV blocks on a worker, and whether its books add up: values, and their wire form. Pure: no IO."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.ids import WorkerRef
+from common.kv.block_pool import BlockPool, PoolStats
+from common.messages import Holding, Role, WorkerInfo
+from common.pb import worker_pb2 as pb
+from common.pb_parts import attempt_id_from_pb, attempt_id_to_pb
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """One worker's books. `problems` are invariants that do not hold."""
+
+    ref: WorkerRef
+    role: Role
+    pool: PoolStats
+    holdings: tuple[Holding, ...]
+    problems: tuple[str, ...]
+
+
+class Audited(Protocol):
+    """A role's core, as far as an audit goes."""
+
+    def check_invariants(self) -> None: ...
+
+    def holdings(self, now_s: float) -> Sequence[Holding]: ...
+
+
+def audit(info: WorkerInfo, pool: BlockPool, core: Audited, now_s: float) -> Audit:
+    """Take stock between two events. O(num_blocks)."""
+    try:
+        core.check_invariants()
+        problems: tuple[str, ...] = ()
+    except AssertionError as error:
+        problems = (str(error) or "an invariant does not hold",)
+    return Audit(info.ref, info.role, pool.stats(), tuple(core.holdings(now_s)), problems)
+
+
+def audit_to_pb(found: Audit) -> pb.AuditResponse:
+    return pb.AuditResponse(
+        worker_id=found.ref.worker_id,
+        incarnation=found.ref.incarnation,
+        role=found.role,
+        num_blocks=found.pool.total,
+        used=found.pool.used,
+        cached=found.pool.cached,
+        free=found.pool.free,
+        held=found.pool.held,
+        holdings=[_holding_to_pb(holding) for holding in found.holdings],
+        problems=found.problems,
+    )
+
+
+def audit_from_pb(response: pb.AuditResponse) -> Audit:
+    """Raises ValueError when the role is none of ours."""
+    return Audit(
+        WorkerRef(response.worker_id, response.incarnation),
+        Role(response.role),
+        PoolStats(response.num_blocks, response.used, response.cached, response.free, response.held),
+        tuple(_holding_from_pb(holding) for holding in response.holdings),
+        tuple(response.problems),
+    )
+
+
+def _holding_to_pb(holding: Holding) -> pb.Holding:
+    return pb.Holding(
+        attempt=attempt_id_to_pb(holding.attempt_id),
+        prefill_try=holding.prefill_try,
+        phase=holding.phase,
+        num_blocks=holding.num_blocks,
+        age_s=holding.age_s,
+        time_left_s=holding.time_left_s,
+    )
+
+
+def _holding_from_pb(message: pb.Holding) -> Holding:
+    return Holding(
+        attempt_id_from_pb(message.attempt),
+        message.phase,
+        message.num_blocks,
+        message.age_s,
+        message.time_left_s,
+        message.prefill_try if message.HasField("prefill_try") else None,
+    )

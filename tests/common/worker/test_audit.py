@@ -1,0 +1,46 @@
+"""Taking stock of a worker: what the cores say they hold, over the wire and back."""
+
+from common.ids import AttemptId, RequestId, WorkerRef
+from common.kv.block_pool import BlockPool, PoolStats, RefKind
+from common.messages import Holding, Role, WorkerInfo
+from common.request import PairingInfo
+from common.worker.audit import Audit, audit, audit_from_pb, audit_to_pb
+
+ATTEMPT = AttemptId(RequestId("r"), 1)
+INFO = WorkerInfo(WorkerRef("d0", "a"), Role.DECODE, "m", 16, 8, 128, 4, 1, PairingInfo(()), "h:1")
+
+
+class Core:
+    """Holds three blocks, says so, and finds its state in order unless told otherwise."""
+
+    def __init__(self, problem: str = "") -> None:
+        self._problem = problem
+
+    def check_invariants(self) -> None:
+        assert not self._problem, self._problem
+
+    def holdings(self, now_s: float) -> list[Holding]:
+        return [Holding(ATTEMPT, "reserved", 3, now_s - 1.0, 9.0 - now_s)]
+
+
+def pool() -> BlockPool:
+    blocks = BlockPool(8, 16)
+    blocks.allocate(3, RefKind.HELD)
+    return blocks
+
+
+def test_an_audit_says_who_holds_what_and_for_how_long() -> None:
+    found = audit(INFO, pool(), Core(), 5.0)
+    holding = Holding(ATTEMPT, "reserved", 3, 4.0, 4.0)
+    assert found == Audit(INFO.ref, Role.DECODE, PoolStats(8, 0, 0, 5, 3), (holding,), ())
+
+
+def test_an_invariant_that_does_not_hold_is_reported_and_not_raised() -> None:
+    (problem,) = audit(INFO, pool(), Core("block 3 is held without an owner"), 5.0).problems
+    assert problem.startswith("block 3 is held without an owner")
+
+
+def test_an_audit_survives_the_wire() -> None:
+    holdings = (Holding(ATTEMPT, "ending", 2, 1.5, -3.25, prefill_try=0), Holding(ATTEMPT, "ready", 1, 0.5, 2.0))
+    found = Audit(INFO.ref, Role.PREFILL, PoolStats(8, 2, 1, 4, 1), holdings, ("x", "y"))
+    assert audit_from_pb(audit_to_pb(found)) == found
