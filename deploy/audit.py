@@ -22,8 +22,8 @@ TIMEOUT_S = 5.0
 # What is held past its deadline waits for a step or a transfer to end; their own limits are shorter than this.
 OVERDUE_S = 15.0
 MAX_ASKED_AT_ONCE = 16
-_POOL_HEADER: tuple[str, ...] = ("worker", "free", "cached", "held", "used", "blocks", "")
-_HOLDING_HEADER: tuple[str, ...] = ("worker", "holder", "phase", "blocks", "for", "deadline in")
+_POOL_HEADER = ("worker", "free", "cached", "held", "used", "blocks", "")
+_HOLDING_HEADER = ("worker", "holder", "phase", "blocks", "for", "deadline in")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +107,12 @@ def as_dict(finding: Finding) -> dict[str, Any]:
 
 def lines_of(findings: Sequence[Finding]) -> Iterator[str]:
     """For people: a line per pool, then who holds what, then what is wrong."""
-    rows = [("worker", "free", "cached", "held", "used", "blocks", "")]
-    rows += [_pool_row(finding) for finding in findings]
-    yield from table(rows)
-    holdings = [
-        (finding.worker_id, holding) for finding in findings if finding.audit for holding in finding.audit.holdings
-    ]
-    if holdings:
+    yield from table([_POOL_HEADER, *(_pool_row(finding) for finding in findings)])
+    audits = [(finding.worker_id, finding.audit) for finding in findings if finding.audit is not None]
+    rows = [_holding_row(worker_id, holding) for worker_id, found in audits for holding in found.holdings]
+    if rows:
         yield ""
-        header = ("worker", "holder", "phase", "blocks", "for", "deadline in")
-        yield from table([header, *(_holding_row(worker_id, holding) for worker_id, holding in holdings)])
+        yield from table([_HOLDING_HEADER, *rows])
     for finding in findings:
         yield from (f"{finding.worker_id}: {problem}" for problem in finding.problems)
 

@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import psutil
 
+from deploy.audit import run_audit
+
 START_TIMEOUT_S = 180.0
 IDLE_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 60.0
@@ -63,6 +65,7 @@ class Cluster:
         for worker in self.wait_until_idle():
             states = sum(worker[f"kv_blocks_{state}"] for state in ("used", "cached", "free", "held"))
             assert states == worker["kv_blocks_total"], worker
+        assert run_audit(self.url, as_json=True) == 0
 
     def wait_for_pools(self, prefill: int, decode: int, timeout_s: float = 90.0) -> None:
         """Wait until exactly so many workers of each role are ready."""
