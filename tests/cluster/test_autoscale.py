@@ -18,7 +18,7 @@ CONFIG: dict[str, Any] = {
 
 async def test_a_pool_grows_under_load_and_shrinks_after_it_and_no_request_fails(tiny_model: Path) -> None:
     """1. six streams at once on a decode worker for two; 2. a second one comes; 3. quiet: it drains and goes."""
-    with running_cluster(tiny_model, "--dtype", "float32", config=CONFIG) as cluster:
+    with running_cluster(tiny_model, "--dtype", "float32", "--local-prefill-max-tokens", "0", config=CONFIG) as cluster:
         stop = asyncio.Event()
         load = asyncio.create_task(_load_until(stop, cluster))
         try:

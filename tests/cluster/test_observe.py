@@ -30,7 +30,9 @@ def cluster(tiny_model: Path, collector: Collector) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PDSERVE_ROUTER_ADMIN_KEY", KEY)
         patch.setenv("PDSERVE_ROUTER_OTLP_TRACES_ENDPOINT", collector.url)
-        with running_cluster(tiny_model, config={"prefill_worker": workers, "decode_worker": workers}) as started:
+        with running_cluster(
+            tiny_model, "--local-prefill-max-tokens", "0", config={"prefill_worker": workers, "decode_worker": workers}
+        ) as started:
             yield started
 
 
