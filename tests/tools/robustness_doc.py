@@ -1,0 +1,106 @@
+"""Writes the generated parts of `docs/robustness.md`: state tables, worlds, faults and mutants, drawn from the code.
+
+`python -m tests.tools.robustness_doc` exits 1 when the file is stale; with `--write` it writes it.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from kvtransfer import receiver, sender
+from tests.simkit import cluster_worlds, handoff_worlds
+from tests.simkit.mutants import MUTANTS
+from tests.simkit.plan import FAULT_KINDS, FAULT_RATES_PER_S, PAIR_SHARE
+from tests.tools.named_tests import ROOT
+
+DOC = ROOT / "docs" / "robustness.md"
+_PART = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Rows = Mapping[tuple[type, Any], Callable[..., None]]
+
+
+def state_table(rows: Rows) -> Iterator[str]:
+    """Events down, states across; a cell is the function that the row runs."""
+    events = list(dict.fromkeys(event for event, _ in rows))
+    states = list(type(next(iter(rows))[1]))
+    yield _row("event", *(str(state) for state in states))
+    yield _row(*["---"] * (len(states) + 1))
+    for event in events:
+        yield _row(event.__name__, *(_cell(rows.get((event, state))) for state in states))
+
+
+def _cell(function: Callable[..., None] | None) -> str:
+    return "-" if function is None else function.__name__.strip("_").replace("_", " ")
+
+
+def worlds_table(worlds: Mapping[str, Any]) -> Iterator[str]:
+    yield _row("what happens", "faults, how often each", "shape")
+    yield _row("---", "---", "---")
+    for name, setting in worlds.items():
+        faults = ", ".join(f"{fault} {count}" for fault, count in setting.faults.items()) or "none"
+        shape = ", ".join(f"{key} {value}" for key, value in setting.shape.items())
+        limit = getattr(setting, "max_states", None)
+        yield _row(name, faults, ", ".join(filter(None, (shape, f"the first {limit} states" if limit else ""))))
+
+
+def mutants_table() -> Iterator[str]:
+    yield _row("planted fault", "in", "caught by")
+    yield _row("---", "---", "---")
+    for mutant in MUTANTS:
+        yield _row(mutant.name, f"`{mutant.target}`", "; ".join(_catcher(name) for name in mutant.caught_by))
+
+
+def _catcher(name: str) -> str:
+    return f"`{name}`" if name.startswith("tests/") else name
+
+
+def faults_list() -> Iterator[str]:
+    rates = ", ".join(f"{rate:g}" for rate in FAULT_RATES_PER_S)
+    kinds = ", ".join(kind.replace("_", " ") for kind in FAULT_KINDS)
+    yield f"{kinds}. Rates per second: {rates}. At the same instant a second one in {PAIR_SHARE:.0%} of cases."
+
+
+PARTS: dict[str, Callable[[], Iterator[str]]] = {
+    "sender-transfers": lambda: state_table(sender.TRANSFER_ROWS),
+    "sender-peers": lambda: state_table(sender.PEER_ROWS),
+    "receiver-transfers": lambda: state_table(receiver.TRANSFER_ROWS),
+    "receiver-attempts": lambda: state_table(receiver.ATTEMPT_ROWS),
+    "receiver-peers": lambda: state_table(receiver.PEER_ROWS),
+    "handoff-worlds": lambda: worlds_table(handoff_worlds.WORLDS),
+    "cluster-worlds": lambda: worlds_table(cluster_worlds.WORLDS),
+    "faults": faults_list,
+    "mutants": mutants_table,
+}
+
+
+def generated(text: str) -> str:
+    """`text` with every generated part as the code has it now. Raises KeyError for a part that nobody makes."""
+
+    def part(match: re.Match[str]) -> str:
+        return match[1] + "\n".join(PARTS[match["name"]]()) + "\n" + match[3]
+
+    return _PART.sub(part, text)
+
+
+def names_of_parts(text: str) -> list[str]:
+    return [match["name"] for match in _PART.finditer(text)]
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main(arguments: list[str]) -> int:
+    text = DOC.read_text()
+    if "--write" in arguments:
+        DOC.write_text(generated(text))
+        return 0
+    if generated(text) != text:
+        print(f"{DOC.relative_to(ROOT)} is stale: python -m tests.tools.robustness_doc --write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
