@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check proto aot bench bench-peers gpu sim clean install lines
+.PHONY: demo test check proto aot bench bench-peers gpu sim explore clean install lines
 
 install: $(STAMP)
 
