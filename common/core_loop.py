@@ -48,7 +48,12 @@ class CoreLoop(Generic[EventT, EffectT]):
         self.failed: asyncio.Future[None] = self._loop.create_future()
 
     def post(self, event: EventT) -> None:
-        """Handle `event` now, or right after the one being handled. Only from the loop's thread."""
+        """Handle `event` now, or right after the one being handled. Only from the loop's thread.
+
+        Dropped after a failure: nothing may be decided on a state that can't be trusted.
+        """
+        if self.failed.done():
+            return
         self._pending.append(event)
         if not self._is_handling:
             self._drain()
@@ -60,6 +65,14 @@ class CoreLoop(Generic[EventT, EffectT]):
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
+
+    def fail(self, error: BaseException) -> None:
+        """Something around the core broke in a way that no event tells of: end as after a bug of its own."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()  # whoever awaits it hears of it; nobody has to
+        self._pending.clear()
+        self.close()
 
     def close(self) -> None:
         if self._timer is not None:
@@ -79,9 +92,7 @@ class CoreLoop(Generic[EventT, EffectT]):
         try:
             action()
         except BaseException as error:
-            if not self.failed.done():
-                self.failed.set_exception(error)
-                self.failed.exception()  # whoever awaits it hears of it; nobody has to
+            self.fail(error)
             raise
         finally:
             self._is_handling = False

@@ -50,19 +50,24 @@ class Packer:
     def _run(self) -> None:
         while (effect := self._queue.get()) is not None:
             if not self._is_closed:
-                self._send(effect)
+                self._try_send(effect)
         self._on_stopped()
+
+    def _try_send(self, effect: SendChunk) -> None:
+        try:
+            self._send(effect)
+        except Exception as error:  # no memory for the buffer, or the device failed: the session ends, not the thread
+            self._is_closed = True  # the next payloads would not be what was announced
+            self._on_failure(f"{effect.transfer_id} chunk {effect.chunk.seq} not packed: {error}")
 
     def _send(self, effect: SendChunk) -> None:
         chunk = effect.chunk
         buffer = self._pool.acquire(chunk.num_bytes)
         try:
             self._codec.pack(effect.transfer_id, chunk, effect.block_table, buffer)
-        except Exception as error:
+        except Exception:
             self._pool.release(buffer)
-            self._is_closed = True  # the next payloads would not be what was announced
-            self._on_failure(f"{effect.transfer_id} chunk {chunk.seq} not packed: {error}")
-            return
+            raise
         self._post(ChunkPacked(effect.transfer_id, chunk.seq))
         self._link.send(buffer[: chunk.num_bytes], lambda error: self._on_sent(effect, buffer, error))
 

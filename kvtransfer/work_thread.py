@@ -36,5 +36,6 @@ class WorkThread:
                 call_in_loop(self._loop, self._report_bug, error)
 
     def _report_bug(self, error: Exception) -> None:
-        context: dict[str, Any] = {"message": f"a job of thread {self._thread.name} failed", "exception": error}
+        message = f"a job of thread {self._thread.name} failed"
+        context: dict[str, Any] = {"message": message, "exception": error, "work_thread": self._thread.name}
         self._loop.call_exception_handler(context)

@@ -72,8 +72,8 @@ class RouterCore:
         match event:
             case WorkerMessageReceived(ref, message):
                 self._on_worker_message(ref, message, now_s)
-            case RequestSubmitted(spec):
-                self._on_submitted(spec, now_s)
+            case RequestSubmitted(spec, first_attempt):
+                self._on_submitted(spec, first_attempt, now_s)
             case PrefixFound():
                 self._dispatch.on_prefix_found(event)
             case EndRequested(request_id, error):
@@ -127,7 +127,7 @@ class RouterCore:
 
     # ---- requests -----------------------------------------------------------------------------------
 
-    def _on_submitted(self, spec: GenerationRequest, now_s: float) -> None:
+    def _on_submitted(self, spec: GenerationRequest, first_attempt: int, now_s: float) -> None:
         assert spec.request_id not in self._ledger.requests, f"request {spec.request_id} is running already"
         error = self._admission_error(spec)
         if error is not None:
@@ -135,7 +135,7 @@ class RouterCore:
             return
         self._num_requests += 1
         choices = [Choice(idx) for idx in range(spec.num_choices)]
-        request = Request(spec, self._num_requests, now_s, choices)
+        request = Request(spec, self._num_requests, now_s, choices, first_attempt)
         self._ledger.add_request(request)
         self._attempts.start(request, range(spec.num_choices), now_s)
 

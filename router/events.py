@@ -31,7 +31,14 @@ class PrefixKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestSubmitted:
+    """`first_attempt` numbers the request's attempts from a place of its own.
+
+    Clients choose request ids and use them again, at this router or another: what a worker still says about an
+    earlier request of the same id must not match this one.
+    """
+
     request: GenerationRequest
+    first_attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def record_of(request: Request, now_s: float, last: Finished | Failed | None = N
         "num_retries": request.num_retries,
         "trace_parent": request.spec.trace_parent,
         "finish_reasons": [choice.finish_reason or "" for choice in request.choices],
-        "attempts": [_attempt(attempt) for attempt in attempts],
+        "attempts": [_attempt(attempt, request) for attempt in attempts],
         "decisions": [_decision(decision, request) for decision in request.decisions],
         "timings": _shallow(request_timings(request, now_s), _TIMINGS),
     }
@@ -67,9 +67,9 @@ def _status(last: Finished | Failed | None) -> str:
     return "finished" if isinstance(last, Finished) else "failed"
 
 
-def _attempt(attempt: Attempt) -> Record:
+def _attempt(attempt: Attempt, request: Request) -> Record:
     return {
-        "attempt": attempt.attempt_id.attempt,
+        "attempt": attempt.attempt_id.attempt - request.first_attempt,
         "phase": attempt.phase.value,
         "end_reason": attempt.end_reason,
         "choices": list(attempt.choices),
@@ -86,7 +86,7 @@ def _decision(decision: Decision, request: Request) -> Record:
     chosen = decision.chosen
     return {
         "role": decision.role.value,
-        "attempt": decision.attempt,
+        "attempt": decision.attempt - request.first_attempt,
         "at_s": decision.at_s - request.arrived_s,
         "chosen": decision.candidates[chosen].worker_id if chosen is not None else "",
         "why": decision.why,

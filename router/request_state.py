@@ -51,6 +51,7 @@ class Choice:
     held: dict[int, TokenEvent] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
     is_stopped: bool = False  # by the front end
+    has_diverged: bool = False  # a worker repeated a delivered token as another one
 
     @property
     def has_ended(self) -> bool:
@@ -58,12 +59,19 @@ class Choice:
 
     @property
     def is_stuck(self) -> bool:
-        """A token is missing and so many later ones have come that it never will."""
-        return len(self.held) > MAX_HELD_TOKENS
+        """What its worker goes on with does not follow from what was delivered: only a replay helps.
+
+        Either so many later tokens have come that the missing one never will, or a repeat was a different token:
+        two prefill workers may draw differently where two logits nearly tie.
+        """
+        return self.has_diverged or len(self.held) > MAX_HELD_TOKENS
 
     def accept(self, event: TokenEvent) -> list[TokenEvent]:
         """Take a token in; returns what can be delivered now. Repeats vanish, early ones wait."""
-        if self.has_ended or event.position < len(self.token_ids):
+        if self.has_ended or self.has_diverged:
+            return []
+        if event.position < len(self.token_ids):
+            self.has_diverged = event.token.token_id != self.token_ids[event.position]
             return []
         self.held[event.position] = event
         ready: list[TokenEvent] = []
@@ -121,6 +129,7 @@ class Request:
     ordinal: int  # of arrival
     arrived_s: float
     choices: list[Choice]
+    first_attempt: int = 0  # attempts are numbered from here
     attempts: dict[int, Attempt] = field(default_factory=dict)
     ended_attempts: list[Attempt] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
@@ -161,6 +170,7 @@ class Request:
         live = [idx for idx in choices if not self.choices[idx].has_ended]
         for idx in live:
             self.choices[idx].held.clear()
+            self.choices[idx].has_diverged = False
         has_output = any(self.choices[idx].token_ids for idx in live)
         groups = [[idx] for idx in live] if has_output else [live]
         return [self._new_attempt(group) for group in groups if group]
@@ -211,8 +221,8 @@ class Request:
 
     def _new_attempt(self, choices: list[int]) -> Attempt:
         delivered = tuple(self.choices[choices[0]].token_ids)
-        attempt_id = AttemptId(self.request_id, self.num_attempts)
-        attempt = Attempt(attempt_id, choices, self.spec.token_ids + delivered)
-        self.attempts[self.num_attempts] = attempt
+        number = self.first_attempt + self.num_attempts
+        attempt = Attempt(AttemptId(self.request_id, number), choices, self.spec.token_ids + delivered)
+        self.attempts[number] = attempt
         self.num_attempts += 1
         return attempt

@@ -6,6 +6,7 @@ of live requests and the look-ups. Everything runs in one event loop.
 
 import asyncio
 import hashlib
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -121,7 +122,7 @@ class RouterService:
             return stream
         self._streams[request.request_id] = stream
         self._request_metrics.submitted(request.request_id, self._clock())
-        self._post(RequestSubmitted(request))
+        self._post(RequestSubmitted(request, _random_first_attempt()))
         return stream
 
     def stop_choice(self, request_id: RequestId, choice_idx: int) -> None:
@@ -244,6 +245,11 @@ class RouterService:
             for worker_state in WorkerState:
                 count = counts[role, worker_state]
                 self._metrics.set("pdserve_workers", count, worker_role=role, state=worker_state)
+
+
+def _random_first_attempt() -> int:
+    """A number with room for 256 attempts below 2^32, the width of the wire."""
+    return random.getrandbits(24) << 8
 
 
 def _log_end(request_id: RequestId, event: Finished | Failed) -> None:

@@ -81,6 +81,10 @@ class RoleWorker(Protocol):
         """Raises the bug that makes the role's state worthless: the process ends and is replaced."""
         ...
 
+    def fail(self, error: BaseException) -> None:
+        """End the worker as after a bug of its core."""
+        ...
+
     def on_message(self, router_id: RouterId, message: Reserve | Prefill | Cancel | Drain) -> None: ...
 
     def on_router_lost(self, router_id: RouterId) -> None: ...
@@ -148,6 +152,7 @@ async def run_worker(config: WorkerConfig, control: WorkerControl, build: Build)
     around.index = presence
     role = build(around)
     role_box.append(role)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: _on_loop_exception(role, loop, context))
     _add_to_server(around.streams, server)
     await server.start()
     metrics_port = metrics.serve(config.host, config.metrics_port)
@@ -164,6 +169,13 @@ async def run_worker(config: WorkerConfig, control: WorkerControl, build: Build)
         await role.close()
         await server.stop(SERVER_STOP_GRACE_S)
         log.info("worker_ended", worker_id=config.worker_id)
+
+
+def _on_loop_exception(role: RoleWorker, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A job of ours that failed in its thread (a chunk not written, say) leaves an effect without its event."""
+    loop.default_exception_handler(context)
+    if "work_thread" in context:
+        role.fail(context["exception"])
 
 
 def _describe(around: Surroundings, address: str) -> WorkerInfo:

@@ -78,6 +78,9 @@ class RoleShell:
     def failed(self) -> asyncio.Future[None]:
         return self._loop.failed
 
+    def fail(self, error: BaseException) -> None:
+        self._loop.fail(error)
+
     def on_message(self, router_id: RouterId, message: Reserve | Prefill | Cancel | Drain) -> None:
         if isinstance(message, Drain):
             self.drain(message.grace_s)

@@ -107,3 +107,15 @@ async def test_a_bug_is_heard_by_whoever_waits_for_it_wherever_it_struck(event: 
     await asyncio.to_thread(loop.post_threadsafe, event)
     with pytest.raises(AssertionError, match="a bug"):
         await asyncio.wait_for(asyncio.shield(loop.failed), 5)
+
+
+async def test_nothing_is_decided_after_a_failure() -> None:
+    seen: list[str] = []
+    loop = CoreLoop(Echo(), seen.append)
+    loop.post("at 0.01")
+    loop.fail(RuntimeError("the device is gone"))
+    loop.post("late")
+    await asyncio.sleep(0.05)
+    assert seen == []
+    with pytest.raises(RuntimeError, match="device"):
+        await loop.failed

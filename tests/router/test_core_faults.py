@@ -15,7 +15,7 @@ from common.messages import (
     TransferFailed,
 )
 from common.request import FinishReason
-from router.events import DropWorker, NoteRetry
+from router.events import DropWorker, EndRequested, NoteRetry, RequestSubmitted
 from router.generation import Finished
 from router.router_limits import RouterLimits
 from tests.router.kit import Driver, lose, ref, request, token, worker_info
@@ -258,3 +258,29 @@ def test_report_that_comes_while_no_prefill_worker_is_there_is_enough() -> None:
     driver.advance(10.0)
     driver.tokens("d0", attempt_id, token(0), token(1, finish=FinishReason.LENGTH))
     assert isinstance(driver.finished(), Finished)
+
+
+def test_a_repeat_that_differs_from_what_was_delivered_is_replayed_not_continued() -> None:
+    """1. P delivers a token; 2. D repeats it as another one and goes on; 3. nothing of that is shown; 4. a replay."""
+    driver = Driver("p0", "d0")
+    attempt_id = driver.to_decoding(request(max_tokens=5))
+    (delivered,) = driver.token_ids()
+    driver.take("d0")
+    driver.tokens("d0", attempt_id, token(0, delivered + 1), token(1, 77))
+    assert driver.token_ids() == [delivered]
+    cancel, replay = driver.take("d0")
+    assert cancel == Cancel(attempt_id)
+    assert isinstance(replay, Reserve)
+    assert replay.work.token_ids[-1] == delivered
+
+
+def test_an_earlier_request_of_the_same_id_is_not_believed() -> None:
+    """Attempts of two requests with one id are numbered apart: what is said of the first does not match."""
+    driver = Driver("p0", "d0")
+    old = driver.to_decoding(request())
+    driver.feed(EndRequested(request().request_id, NoReadyPair("client left")))
+    driver.take()
+    driver.delivered.clear()
+    driver.feed(RequestSubmitted(request(), first_attempt=512))
+    new = driver.grant("d0")
+    assert (old.attempt, new.attempt) == (0, 512)
