@@ -150,7 +150,11 @@ class ReceiverPeer:
             raise SessionEnded(f"expected open_link with an epoch of 16 hex digits, got {epoch[:32]!r}")
         await context.write(pb.ConnectResponse(link_accepted=pb.LinkAccepted(epoch=epoch)))
         self._prefix = link_prefix(self._peer, self._settings.ref, epoch)
-        self._link = await build_link_off_loop(self._link_plan())
+        link = await build_link_off_loop(self._link_plan())
+        if self._outcome.done():  # ended in the moment the link stood: no PeerReady after PeerLost
+            link.close()
+            raise SessionEnded(self._outcome.result())
+        self._link = link
 
     def _link_plan(self) -> LinkPlan:
         return LinkPlan(

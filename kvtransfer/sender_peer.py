@@ -107,6 +107,8 @@ class SenderPeer:
             try:
                 async with asyncio.timeout(self._settings.link_timeout_s):
                     codec = await self._shake_hands(call)
+                if self._outcome.done():  # dropped in the moment the link stood: no PeerReady after that
+                    raise SessionEnded(self._outcome.result())
                 self._start(codec)
                 await self._exchange(call)
             finally:
