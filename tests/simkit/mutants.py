@@ -84,8 +84,8 @@ MUTANTS = (
     Mutant(
         "the router does not drop duplicate tokens",
         "router.request_state:Choice.accept",
-        "if self.has_ended or event.position < len(self.token_ids):\n        return []",
-        "if event.position < len(self.token_ids):\n        return [event]",
+        "self.has_diverged = event.token.token_id != self.token_ids[event.position]\n        return []",
+        "return [event]",
         ("cluster: no fault", "simulator"),
     ),
     Mutant(
@@ -96,10 +96,11 @@ MUTANTS = (
         ("cluster: a session breaks",),
     ),
     Mutant(
-        "a replay samples as if what was delivered were part of the prompt",
+        "a replay draws with another seed",
         "router.request_state:Request.work",
-        "num_prompt_tokens=len(self.spec.token_ids)",
-        "num_prompt_tokens=len(attempt.token_ids)",
+        "sampling=self.spec.sampling,",
+        "sampling=__import__('dataclasses').replace(self.spec.sampling, seed=7)"
+        " if len(attempt.token_ids) > len(self.spec.token_ids) else self.spec.sampling,",
         ("simulator",),
     ),
     Mutant(
