@@ -5,7 +5,7 @@ A router or a Redis that is away means that nothing is known: sizes stay as they
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from common.config import AutoscaleSettings
@@ -33,7 +33,7 @@ class AutoscaleLoop:
         """Look once per interval, until cancelled."""
         while True:
             try:
-                await self._look(store)
+                await _to_its_end(self._look(store))
                 self._problem = ""
             except (AdminFailed, PdserveError) as error:
                 self._problem = str(error)
@@ -54,6 +54,17 @@ class AutoscaleLoop:
             if decision.is_change:
                 self._report("autoscaler", f"{role.value} {decision.size} -> {decision.desired}: {decision.reason}")
                 await store.set_desired(role.value, decision.desired)
+
+
+async def _to_its_end(look: Coroutine[Any, Any, None]) -> None:
+    """Await `look` so that a cancellation reaches us after it: inside redis-py, Python 3.11's `asyncio.wait_for` can
+    swallow one, and whoever cancelled would wait for ever."""
+    task = asyncio.ensure_future(look)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 def pool_load(state: Mapping[str, Any], role: Role, size: int) -> PoolLoad:
