@@ -108,7 +108,7 @@ def test_an_operation_that_does_not_even_start_closes_the_link() -> None:
 
 def test_two_links_of_one_store_do_not_see_each_others_keys() -> None:
     store = RendezvousStore(HOST, TIMEOUT_S)
-    one, two = (join_rendezvous(HOST, store.port, new_prefix(), 1.0) for _ in range(2))
+    one, two = (join_rendezvous(HOST, store.port, new_prefix(), TIMEOUT_S) for _ in range(2))
     one.set("rank0", "address")
     assert one.get("rank0") == b"address"
     assert not two.check(["rank0"])
@@ -124,7 +124,7 @@ def test_only_gloo_takes_messages_shorter_than_the_receive() -> None:
 def test_nccl_without_a_gpu_says_so() -> None:
     store = RendezvousStore(HOST, TIMEOUT_S)
     with pytest.raises(RuntimeError, match="needs a CUDA build"):
-        build_nccl_link(join_rendezvous(HOST, store.port, new_prefix(), 1.0), 0, torch.device("cpu"), 1.0, "n")
+        build_nccl_link(join_rendezvous(HOST, store.port, new_prefix(), TIMEOUT_S), 0, torch.device("cpu"), 1.0, "n")
     store.close()
 
 
