@@ -70,8 +70,8 @@ class RouterSettings(BaseModel):
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="/metrics on a port of its own; None = on the HTTP port only"
     )
-    # Up to 64 tokens the first token came sooner this way and no running stream waited longer than when the KV was
-    # shipped; from 128 on the streams paid (`tests/bench/local_prefill.py`, demo model on 2 cores, 2026-11-29).
+    # Up to 64 tokens no running stream waited longer than when the KV was shipped (the first token came sooner or
+    # later by turns); from 128 on the streams paid (`tests/bench/local_prefill.py`, demo model on 2 cores, 2026-11-29).
     local_prefill_max_tokens: int = Field(64, ge=0, description="uncached tokens a decode worker prefills itself")
     max_num_queued: int = Field(256, ge=0, description="requests without a grant before new ones are refused")
     default_deadline_s: float = Field(600.0, gt=0)
