@@ -50,9 +50,12 @@ class Attempts:
 
     def on_granted(self, worker: Worker, message: Granted, now_s: float) -> None:
         found = self._on_decode(worker, message.attempt_id)
-        if found is None or found[1].phase is not Phase.RESERVING:
+        if found is None:  # it holds blocks for something that ended here, or that another stream of ours asked for
+            self._ledger.send(worker.ref, Cancel(message.attempt_id))
             return
         request, attempt = found
+        if attempt.phase is not Phase.RESERVING:
+            return
         if not 0 <= message.first_missing_token < len(attempt.token_ids):
             self._replay(request, [attempt], f"{worker.ref} granted an impossible range", now_s)
             return

@@ -110,6 +110,8 @@ class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
         try:
             async for request in requests:
                 message = router_message_from_pb(request)
+                if self._queues.get(router_id) is not queue:
+                    return  # what was buffered when the router connected again belongs to a lease that has ended
                 if isinstance(message, Reserve | Prefill | Cancel | Drain):
                     self._on_message(router_id, message)
         except PeerError as error:

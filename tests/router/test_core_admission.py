@@ -161,6 +161,7 @@ def test_client_that_leaves_between_grant_and_prefill_frees_the_grant() -> None:
     cancel(driver)
     assert driver.take("d0") == [Cancel(reserve.work.attempt_id)]
     driver.say("d0", Granted(reserve.work.attempt_id, 0, is_local=False))  # crossed the cancel
+    assert driver.take("d0") == [Cancel(reserve.work.attempt_id)]
     driver.say("p0", FirstTokens(reserve.work.attempt_id, 0, (token(0),), 0.0, 0.0, 0))
     assert driver.take() == []
     assert driver.token_ids() == []

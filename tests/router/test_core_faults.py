@@ -1,6 +1,6 @@
 """What the router does when workers refuse, fail, fall silent or die."""
 
-from common.errors import NoReadyPair, WorkerFailed
+from common.errors import NoReadyPair, RequestCancelled, WorkerFailed
 from common.ids import AttemptId
 from common.messages import (
     AttemptFailed,
@@ -129,6 +129,26 @@ def test_what_an_earlier_life_of_a_worker_says_is_not_believed() -> None:
     assert driver.events() == []
     driver.say("d0", granted, incarnation="2")
     assert len(driver.events()) == 1
+
+
+def test_a_grant_of_an_attempt_that_ended_is_given_back_at_once() -> None:
+    """Else its blocks would be held until the reservation ends by itself."""
+    driver = Driver("p0", "d0")
+    driver.submit(request())
+    driver.take("d0")
+    attempt_id = AttemptId(request().request_id, 0)
+    driver.feed(EndRequested(request().request_id, RequestCancelled("client left")))
+    driver.take("d0")
+    driver.say("d0", Granted(attempt_id, first_missing_token=0, is_local=False))
+    assert driver.take("d0") == [Cancel(attempt_id)]
+
+
+def test_a_repeated_grant_changes_nothing() -> None:
+    driver = Driver("p0", "d0")
+    attempt_id = driver.to_decoding(request(), decode="d0")
+    driver.take("d0")
+    driver.say("d0", Granted(attempt_id, first_missing_token=0, is_local=False))
+    assert driver.take("d0") == []
 
 
 def test_worker_may_connect_again_under_the_same_life() -> None:

@@ -129,3 +129,41 @@ async def test_a_worker_says_who_holds_its_blocks() -> None:
         recorder.audit = found
         answer = await worker_pb2_grpc.WorkerServiceStub(channel).Audit(worker_pb2.AuditRequest(), timeout=5)
         assert audit_from_pb(answer) == found
+
+
+class Spoken:
+    """What a router says on one stream: an iterator that never ends, without gRPC's own buffers."""
+
+    def __init__(self, *messages: RouterMessage) -> None:
+        self._messages: asyncio.Queue[RouterMessage] = asyncio.Queue()
+        for message in messages:
+            self.say(message)
+
+    def say(self, message: RouterMessage) -> None:
+        self._messages.put_nowait(message)
+
+    def __aiter__(self) -> "Spoken":
+        return self
+
+    async def __anext__(self) -> worker_pb2.ConnectRequest:
+        return router_message_to_pb(await self._messages.get())
+
+
+async def test_what_was_buffered_in_a_replaced_stream_is_not_heard() -> None:
+    """Else a Reserve of the old lease would be granted under the new one, and nobody would ever use it.
+
+    1. A router connects. 2. It says something that lies in the buffer when 3. it connects again.
+    """
+    recorder = Recorder()
+    first, second = Spoken(RouterHello(ROUTER)), Spoken(RouterHello(ROUTER))
+    old = recorder.streams.Connect(first, None)
+    assert worker_message_from_pb(await anext(old)) == INFO
+    await asyncio.sleep(0)  # the reader waits for the next message now
+    first.say(Cancel(ATTEMPT))
+    new = recorder.streams.Connect(second, None)
+    await anext(new)
+    assert [response async for response in old] == []
+    assert recorder.messages.empty()
+    second.say(Cancel(ATTEMPT))
+    assert await asyncio.wait_for(recorder.messages.get(), 5) == (ROUTER, Cancel(ATTEMPT))
+    await new.aclose()
