@@ -15,6 +15,7 @@ from tokenizers import Encoding, Tokenizer
 from common.checkpoint import Checkpoint
 from common.errors import InvalidRequest, Unsupported
 from router.chat_template import ChatTemplate, Disguise, Message
+from router.word_encoder import WordEncoder
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
@@ -24,13 +25,14 @@ class PromptTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None = None) -> None:
         self.tokenizer = tokenizer
-        self._plain = Tokenizer.from_str(tokenizer.to_str())
-        self._plain.encode_special_tokens = True
+        plain = Tokenizer.from_str(tokenizer.to_str())
+        plain.encode_special_tokens = True
+        self._words, self._plain_words = WordEncoder(tokenizer), WordEncoder(plain)
         self._chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = {idx for idx, token in added.items() if token.special}
         self._special_pattern = _any_of([added[idx].content for idx in self._special_ids])
-        self._prefix_ids = tokenizer.encode("", add_special_tokens=True).ids
+        self._prefix_ids, self._suffix_ids = _around(tokenizer.encode("a", add_special_tokens=True))
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "PromptTokenizer":
@@ -45,10 +47,11 @@ class PromptTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a raw prompt. The text may write special tokens; a BOS it starts with is not doubled."""
-        ids = _ids(self.tokenizer, text, add_special_tokens=add_special_tokens)
-        num_prefix = len(self._prefix_ids)
-        is_doubled = num_prefix > 0 and ids[:num_prefix] == ids[num_prefix : 2 * num_prefix] == self._prefix_ids
-        return ids[num_prefix:] if add_special_tokens and is_doubled else ids
+        ids = self._words.encode(text)
+        if not add_special_tokens:
+            return ids
+        has_prefix = ids[: len(self._prefix_ids)] == self._prefix_ids
+        return [*(() if has_prefix else self._prefix_ids), *ids, *self._suffix_ids]
 
     def encode_chat(
         self,
@@ -65,7 +68,7 @@ class PromptTokenizer:
         hidden_kwargs = {key: _map_strings(value, disguise.hide) for key, value in kwargs.items()}
         text = self._chat_template.render(hidden, add_generation_prompt=add_generation_prompt, kwargs=hidden_kwargs)
         if disguise.is_empty:
-            return _ids(self.tokenizer, text, add_special_tokens=False)
+            return self._words.encode(text)
         return self._encode_disguised(text, self.tokenizer.encode(text, add_special_tokens=False), disguise)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -90,13 +93,13 @@ class PromptTokenizer:
         return ids + self._encode_plain(disguise.restore(text[position:]))
 
     def _encode_plain(self, text: str) -> list[int]:
-        return _ids(self._plain, text, add_special_tokens=False) if text else []
+        return self._plain_words.encode(text) if text else []
 
 
-def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """The fast call does not count the characters of every token; it exists for batches only."""
-    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    return list(encoding.ids)
+def _around(encoding: Encoding) -> tuple[list[int], list[int]]:
+    """What the tokenizer adds before and after a text."""
+    mask = encoding.special_tokens_mask
+    return encoding.ids[: mask.index(0)], encoding.ids[len(mask) - mask[::-1].index(0) :]
 
 
 def require_encodable(text: str, param: str) -> None:

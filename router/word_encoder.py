@@ -1,0 +1,111 @@
+"""Text to token ids word by word, with a cache of words: what a tokenizer gives, several times sooner. No IO.
+
+Byte-level BPE cuts text before it merges anything, and a space after anything but white space is always such a cut:
+what stands on its two sides is encoded independently. So the ids of a text are those of its words in a row, and most
+words have been seen before. A tokenizer that is not known to cut there encodes whole texts.
+"""
+
+import json
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from common.checkpoint.gguf_tokenizer import SPLIT_PATTERNS
+
+MAX_WORDS = 1 << 16
+MAX_WORD_LENGTH = 64  # longer ones rarely come again
+
+
+class WordEncoder:
+    """Encodes without special tokens but those that the text writes. Owns the cache; any thread may call."""
+
+    def __init__(self, tokenizer: Tokenizer, max_words: int = MAX_WORDS) -> None:
+        self._tokenizer = tokenizer
+        self._max_words = max_words
+        self._is_separable = is_separable(tokenizer)
+        self._ids: dict[str, list[int]] = {}  # of a word and the space before it
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`."""
+        if not self._is_separable or not text:
+            return self._encode([text])[0]
+        first, *rest = text.split(" ")
+        words = [first, *[" " + word for word in rest]]
+        try:
+            return list(chain.from_iterable(map(self._ids.__getitem__, words)))
+        except KeyError:
+            return list(chain.from_iterable(self._look_up(_joined(words))))
+
+    def _look_up(self, words: Sequence[str]) -> list[list[int]]:
+        found = {word: self._ids.get(word) for word in words}
+        missing = [word for word, ids in found.items() if ids is None]
+        new = dict(zip(missing, self._encode(missing), strict=True))
+        self._keep({word: ids for word, ids in new.items() if _is_whole(word) and len(word) <= MAX_WORD_LENGTH})
+        return [found[word] or new[word] for word in words]
+
+    def _keep(self, new: dict[str, list[int]]) -> None:
+        """A full cache starts over: to keep an order would cost every look-up."""
+        if len(self._ids) + len(new) > self._max_words:
+            self._ids = {}
+        self._ids.update(new)
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        """The fast call does not count the characters of every token; it exists for batches only."""
+        return [list(each.ids) for each in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def is_separable(tokenizer: Tokenizer) -> bool:
+    """Whether a space after anything but white space always cuts, by what the tokenizer says of itself."""
+    parts: dict[str, Any] = json.loads(tokenizer.to_str())
+    steps = _steps(parts["pre_tokenizer"])
+    return (
+        (parts["model"]["type"], parts["model"].get("dropout")) == ("BPE", None)
+        and (parts["normalizer"] or {"type": "NFC"})["type"] == "NFC"
+        and all(_cuts(step) or _is_local(step) for step in steps)
+        and any(map(_cuts, steps))
+        and all(_stands_alone(token) for token in parts["added_tokens"])
+    )
+
+
+def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if pre_tokenizer is None:
+        return []
+    return pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+
+
+def _cuts(step: dict[str, Any]) -> bool:
+    """GPT-2's expression and those we know: none takes a space in, except as the first character of a match."""
+    if step["type"] == "ByteLevel":
+        return bool(step["use_regex"]) and not step["add_prefix_space"]
+    is_known = step["type"] == "Split" and step["pattern"].get("Regex") in SPLIT_PATTERNS.values()
+    return is_known and step["behavior"] == "Isolated" and not step["invert"]
+
+
+def _is_local(step: dict[str, Any]) -> bool:
+    """Does not look across a space."""
+    return step["type"] == "Digits" or (step["type"] == "ByteLevel" and not step["add_prefix_space"])
+
+
+def _stands_alone(token: dict[str, Any]) -> bool:
+    """An added token is found before the text is cut: it must neither hold a cut nor take one in."""
+    return " " not in token["content"] and not (token["lstrip"] or token["rstrip"] or token["single_word"])
+
+
+def _is_whole(word: str) -> bool:
+    """Ends where a cut may follow."""
+    return bool(word) and not word[-1].isspace()
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Undo the cuts after white space: those spaces belong to what is before them."""
+    whole: list[str] = []
+    is_open = False
+    for word in words:
+        if is_open:
+            whole[-1] += word
+        else:
+            whole.append(word)
+        is_open = not _is_whole(word)
+    return whole
