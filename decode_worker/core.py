@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from common.core_loop import Core
 from common.deadlines import Deadlines, earliest
+from common.draining import Draining
 from common.engine.plan import SequenceResult, StepResult
 from common.engine.step_rate import StepRate
 from common.errors import InvalidTransition
@@ -95,8 +96,7 @@ class DecodeCore:
         self._num_attempts = 0
         self._num_prefill_tokens = 0  # of the running step
         self._rate = StepRate()
-        self._drain_deadline_s: float | None = None
-        self._is_drained = False
+        self._draining = Draining()
         self._effects: list[DecodeEffect] = []
         self._history: deque[str] = deque(maxlen=32)
 
@@ -116,7 +116,7 @@ class DecodeCore:
             case StepFailed(step_id, reason):
                 self._on_step_failed(step_id, reason, now_s)
             case DrainRequested(grace_s):
-                self._drain_deadline_s = earliest(self._drain_deadline_s, now_s + grace_s)
+                self._draining.request(now_s + grace_s)
             case _:
                 self._note_activity(event, now_s)
                 self._tell_receiver(event, now_s)
@@ -127,19 +127,19 @@ class DecodeCore:
         for attempt_id in self._deadlines.pop_expired(now_s):
             self._on_expired(self._attempts[attempt_id], now_s)
         self._take_receiver_effects(self._receiver.handle_deadline(now_s), now_s)
-        if self._drain_deadline_s is not None and self._drain_deadline_s <= now_s and not self._is_drained:
+        if self._draining.is_due(now_s):
             self._end_drain(now_s)
         return self._conclude(now_s)
 
     def next_deadline_s(self) -> float | None:
-        drain_deadline_s = None if self._is_drained else self._drain_deadline_s
-        return earliest(self._deadlines.next_s(), self._receiver.next_deadline_s(), drain_deadline_s)
+        return earliest(self._deadlines.next_s(), self._receiver.next_deadline_s(), self._draining.next_s())
 
     def stats(self, now_s: float) -> WorkerStats:
         """What routers are told; reads only."""
-        is_draining = self._drain_deadline_s is not None
         num_held = sum(attempt.phase is AttemptPhase.RESERVED for attempt in self._attempts.values())
-        return worker_stats(self._pool.stats(), self._scheduler, self._rate, num_held, is_draining=is_draining)
+        return worker_stats(
+            self._pool.stats(), self._scheduler, self._rate, num_held, is_draining=self._draining.is_requested
+        )
 
     def holdings(self, now_s: float) -> list[Holding]:
         """Who holds blocks, for an audit; reads only."""
@@ -152,7 +152,7 @@ class DecodeCore:
         known = self._attempts.get(work.attempt_id)
         if known is not None and known.phase is not AttemptPhase.ENDING:
             return
-        is_draining = self._drain_deadline_s is not None
+        is_draining = self._draining.is_requested
         refused = self._admission.refusal(work, self._attempts.values(), is_draining=is_draining)
         if refused is None and not self._grant(router_id, message, now_s):
             refused = Refused(work.attempt_id, "no blocks", is_retryable=True)
@@ -364,8 +364,8 @@ class DecodeCore:
         for attempt in list(self._attempts.values()):
             if attempt.phase is not AttemptPhase.ENDING:
                 self._fail(attempt, "draining", now_s, is_retryable=True)
-        self._is_drained = True
-        self._effects.append(Drained())
+        if self._draining.ends(is_idle=True):
+            self._effects.append(Drained())
 
     def _conclude(self, now_s: float) -> list[DecodeEffect]:
         """Use what the event made possible, then hand out everything decided."""
@@ -374,8 +374,7 @@ class DecodeCore:
         self._tell_started(now_s)
         self._effects += self._outbox.flush()
         is_idle = not self._attempts and self._scheduler.step_id is None
-        if self._drain_deadline_s is not None and not self._is_drained and is_idle:
-            self._is_drained = True
+        if self._draining.ends(is_idle=is_idle):
             self._effects.append(Drained())
         stored, evicted = self._pool.take_index_changes()
         if stored or evicted:

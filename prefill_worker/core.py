@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from common.core_loop import Core
 from common.deadlines import Deadlines, earliest
+from common.draining import Draining
 from common.engine.plan import StepResult
 from common.engine.step_rate import StepRate
 from common.errors import InvalidTransition
@@ -76,8 +77,7 @@ class PrefillCore:
         self._num_sequences = 0
         self._num_layers_done, self._step_started_s = 0, 0.0  # of the running step
         self._rate = StepRate()
-        self._drain_deadline_s: float | None = None
-        self._is_drained = False
+        self._draining = Draining()
         self._effects: list[PrefillEffect] = []
         self._history: deque[str] = deque(maxlen=32)
 
@@ -99,7 +99,7 @@ class PrefillCore:
             case StepFailed(step_id, reason):
                 self._on_step_failed(step_id, reason, now_s)
             case DrainRequested(grace_s):
-                self._drain_deadline_s = earliest(self._drain_deadline_s, now_s + grace_s)
+                self._draining.request(now_s + grace_s)
             case _:
                 self._tell_sender(event, now_s)
         return self._conclude(now_s)
@@ -109,20 +109,19 @@ class PrefillCore:
         for transfer_id in self._deadlines.pop_expired(now_s):
             self._fail(self._requests[transfer_id], "deadline", now_s, is_retryable=False)
         self._take_sender_effects(self._sender.handle_deadline(now_s), now_s)
-        if self._drain_deadline_s is not None and self._drain_deadline_s <= now_s and not self._is_drained:
+        if self._draining.is_due(now_s):
             self._end_drain(now_s)
         return self._conclude(now_s)
 
     def next_deadline_s(self) -> float | None:
-        drain_deadline_s = None if self._is_drained else self._drain_deadline_s
-        return earliest(self._deadlines.next_s(), self._sender.next_deadline_s(), drain_deadline_s)
+        return earliest(self._deadlines.next_s(), self._sender.next_deadline_s(), self._draining.next_s())
 
     def stats(self, now_s: float) -> WorkerStats:
         """What routers are told; reads only."""
         pool = self._pool.stats()
         phases = Counter(request.phase for request in self._requests.values())
         return WorkerStats(
-            state=WorkerState.READY if self._drain_deadline_s is None else WorkerState.DRAINING,
+            state=WorkerState.DRAINING if self._draining.is_requested else WorkerState.READY,
             num_running=phases[Phase.RUNNING],
             num_waiting=phases[Phase.WAITING],
             num_waiting_uncached_tokens=sum(request.num_remaining for request in self._scheduler.queued),
@@ -178,7 +177,7 @@ class PrefillCore:
         return None
 
     def _passing_problem(self, transfer_id: TransferId) -> str | None:
-        if self._drain_deadline_s is not None:
+        if self._draining.is_requested:
             return "draining"
         if self._scheduler.is_full:
             return "queue full"
@@ -373,15 +372,14 @@ class PrefillCore:
     def _end_drain(self, now_s: float) -> None:
         for request in list(self._current.values()):
             self._fail(request, "draining", now_s, is_retryable=True)
-        self._is_drained = True
-        self._effects.append(Drained())
+        if self._draining.ends(is_idle=True):
+            self._effects.append(Drained())
 
     def _conclude(self, now_s: float) -> list[PrefillEffect]:
         """Use what the event made possible, then hand out everything decided."""
         if self._scheduler.step_id is None:
             self._start_step(now_s)
-        if self._drain_deadline_s is not None and not self._is_drained and not self._requests:
-            self._is_drained = True
+        if self._draining.ends(is_idle=not self._requests):
             self._effects.append(Drained())
         stored, evicted = self._pool.take_index_changes()
         if stored or evicted:

@@ -160,4 +160,4 @@ def settle(bench: Bench) -> None:
     bench.finish_writing("a")
     bench.run_all()
     assert bench.counts() == (0, 0)
-    assert bench.core.next_deadline_s() in (None, bench.core._drain_deadline_s)
+    assert bench.core.next_deadline_s() in (None, bench.core._draining.next_s())

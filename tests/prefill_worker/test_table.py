@@ -149,4 +149,4 @@ def settle(bench: Bench) -> None:
         for transfer_id in list(bench.sender.active):
             bench.handle(CancelledByPeer(transfer_id, "over"))
     assert bench.counts() == (0, 0)
-    assert bench.core.next_deadline_s() in (None, bench.core._drain_deadline_s)
+    assert bench.core.next_deadline_s() in (None, bench.core._draining.next_s())
