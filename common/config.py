@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Attention = Literal["auto", "cpu", "triton"]
+KVCacheDtype = Literal["auto", "int8", "fp8_e4m3"]
 Transport = Literal["gloo", "nccl"]
 
 
@@ -29,6 +30,7 @@ class WorkerSettings(BaseModel):
 
     dtype: Dtype = "auto"
     attention: Attention = "auto"
+    kv_cache_dtype: KVCacheDtype = Field("auto", description="auto = the model's; must be equal on both workers")
     host: str = Field("127.0.0.1", description="address to bind and to advertise")
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = any free one")
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0 = any free one")

@@ -58,8 +58,18 @@ class ReferenceModel:
             k, v = torch.cat((past["k"], k), dim=1), torch.cat((past["v"], v), dim=1)
         past["k"], past["v"] = k, v
         group = self.num_heads // self.num_kv_heads
-        outputs = [_attend(q[head], k[head // group], v[head // group], start) for head in range(self.num_heads)]
+        window = self._window(int(prefix.rsplit(".", 1)[1]))
+        outputs = [
+            _attend(
+                q[head], k[head // group], v[head // group], start, window, self.config.get("attn_logit_softcapping")
+            )
+            for head in range(self.num_heads)
+        ]
         return self._project(torch.cat(outputs, dim=-1), f"{prefix}.self_attn.o_proj")
+
+    def _window(self, layer_idx: int) -> int | None:
+        kinds = self.config.get("layer_types")
+        return self.config["sliding_window"] if kinds and kinds[layer_idx] == "sliding_attention" else None
 
     def _mlp(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
         gate = self._project(x, f"{prefix}.mlp.gate_proj")
@@ -84,10 +94,16 @@ class ReferenceModel:
         return torch.tensor([_llama3_frequency(f, scaling) for f in plain] if scaling else plain)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int | None, soft_cap: float | None
+) -> torch.Tensor:
     scores = q @ k.T / math.sqrt(q.shape[-1])
+    if soft_cap:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
     for row in range(len(q)):
         scores[row, start + row + 1 :] = -math.inf
+        if window:
+            scores[row, : max(0, start + row + 1 - window)] = -math.inf
     return scores.softmax(-1) @ v
 
 

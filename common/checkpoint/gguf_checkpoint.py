@@ -72,6 +72,9 @@ def _spec(path: Path, header: GgufHeader) -> ModelSpec:
         raise CheckpointError(f"{path}: architecture {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
     if "rope_freqs.weight" in header.tensors or f"{architecture}.rope.scaling.type" in metadata:
         raise CheckpointError(f"{path}: RoPE scaling in GGUF is not supported; use the Hugging Face directory")
+    for name in ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
+        if metadata.get(f"{architecture}.{name}"):
+            raise CheckpointError(f"{path}: {architecture}.{name} is not supported; use the Hugging Face directory")
     try:
         return _spec_of(architecture, header)
     except KeyError as error:

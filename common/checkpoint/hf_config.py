@@ -3,9 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from common.checkpoint.hf_attention import layer_windows
 from common.checkpoint.spec import CheckpointError, ModelSpec, RopeScaling
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 Config = Mapping[str, Any]
 
 
@@ -13,12 +19,13 @@ def parse_config(config: Config) -> ModelSpec:
     """Raises CheckpointError that names the field when the model needs something that is not offered."""
     _refuse_unsupported(config)
     architecture = _architecture(config)
+    num_layers = _required(config, "num_hidden_layers")
     num_heads = _required(config, "num_attention_heads")
     hidden_size = _required(config, "hidden_size")
     rope = config.get("rope_parameters") or config
     return ModelSpec(
         architecture=architecture,
-        num_layers=_required(config, "num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
@@ -32,6 +39,8 @@ def parse_config(config: Config) -> ModelSpec:
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
+        windows=layer_windows(config, num_layers),
+        attention_soft_cap=float(config.get("attn_logit_softcapping") or 0.0),
     )
 
 
@@ -52,7 +61,7 @@ def _architecture(config: Config) -> str:
 def _refuse_unsupported(config: Config) -> None:
     found = {
         "quantization_config": config.get("quantization_config") is not None,
-        "use_sliding_window": bool(config.get("use_sliding_window", False)),
+        "final_logit_softcapping": bool(config.get("final_logit_softcapping")),
         "attention_bias": bool(config.get("attention_bias", False)),
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "hidden_act": config.get("hidden_act", "silu") != "silu",

@@ -36,6 +36,13 @@ class ModelSpec:
     tie_embeddings: bool
     attention_bias: bool = False  # on q, k and v
     qk_norm: bool = False  # RMSNorm of each q and k head before RoPE
+    windows: tuple[int, ...] = ()  # per layer the tokens that one sees, itself included; 0 = all; () = all everywhere
+    attention_soft_cap: float = 0.0  # attention scores become cap * tanh(score / cap); 0 = they stay
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """No layer has a window or a soft cap."""
+        return not any(self.windows) and not self.attention_soft_cap
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:

@@ -2,17 +2,18 @@
 
 import ctypes
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from common.checkpoint import Checkpoint, ModelSpec, open_checkpoint
-from common.config import Attention, Dtype, WorkerConfig
+from common.config import Attention, Dtype, KVCacheDtype, WorkerConfig
 from common.engine.runner import ModelRunner
 from common.kv.cache import KVCache, KVShape, num_blocks_that_fit
+from common.kv.quantized import is_quantized
 from common.model.backend import AttentionBackend
 from common.model.cpu_backend import CpuBackend
-from common.model.decoder import build_decoder
+from common.model.decoder import Decoder, build_decoder
 from common.model.native_backend import NativeBackend
 from common.model.weights import open_weights
 from common.native.ops import NativeOps, native_ops
@@ -26,6 +27,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 class LoadedModel:
     """A model on its device. `pairing` is what must be equal before two workers exchange KV."""
 
+    model: Decoder
+    ops: NativeOps | None
     runner: ModelRunner
     cache: KVCache
     spec: ModelSpec
@@ -44,24 +47,61 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     checkpoint = open_checkpoint(config.model.path)
     spec = checkpoint.config
     dtype = resolve_dtype(config.dtype, device)
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
-    num_blocks = config.num_blocks or num_blocks_that_fit(config.kv_cache_bytes, shape, config.block_size)
-    cache = KVCache(shape, num_blocks, config.block_size, device)
+    kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, dtype)
+    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype)
+    cache = _new_cache(config, shape, device)
     ops = native_ops() if attention == "cpu" else None
-    model = build_decoder(spec, open_weights(checkpoint, dtype, device), _backend(attention, ops), device, ops)
+    # the compiled attention knows neither windows, soft caps nor quantized rows
+    is_plain = spec.has_plain_attention and not is_quantized(kv_dtype)
+    backend = _backend(attention, ops if is_plain else None)
+    model = build_decoder(spec, open_weights(checkpoint, dtype, device), backend, device, ops)
     return LoadedModel(
+        model=model,
+        ops=ops,
         runner=ModelRunner(model, cache, device, ops),
         cache=cache,
         spec=spec,
         dtype=dtype,
         device=device,
         served_name=config.model.served_name or checkpoint.served_name,
-        max_model_len=min(config.model.max_model_len or spec.max_position, spec.max_position, cache.num_slots),
-        pairing=pairing_info(checkpoint, dtype),
+        max_model_len=_max_model_len(config, spec, cache),
+        pairing=pairing_info(checkpoint, dtype, kv_dtype),
     )
 
 
-def pairing_info(checkpoint: Checkpoint, dtype: torch.dtype) -> PairingInfo:
+def refit(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
+    """The same weights for another role, with a KV cache of its size. Nobody may use the old cache any more.
+
+    Memory of the right size is kept, else it is given back first: two caches need not fit.
+    """
+    cache = loaded.cache
+    num_blocks = _num_blocks(config, cache.shape)
+    if (num_blocks, config.block_size) != (cache.num_blocks, cache.block_size):
+        cache.free()
+        cache = KVCache(cache.shape, num_blocks, config.block_size, loaded.device)
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    return replace(
+        loaded,
+        runner=ModelRunner(loaded.model, cache, loaded.device, loaded.ops),
+        cache=cache,
+        max_model_len=_max_model_len(config, loaded.spec, cache),
+    )
+
+
+def _new_cache(config: WorkerConfig, shape: KVShape, device: str) -> KVCache:
+    return KVCache(shape, _num_blocks(config, shape), config.block_size, device)
+
+
+def _num_blocks(config: WorkerConfig, shape: KVShape) -> int:
+    return config.num_blocks or num_blocks_that_fit(config.kv_cache_bytes, shape, config.block_size)
+
+
+def _max_model_len(config: WorkerConfig, spec: ModelSpec, cache: KVCache) -> int:
+    return min(config.model.max_model_len or spec.max_position, spec.max_position, cache.num_slots)
+
+
+def pairing_info(checkpoint: Checkpoint, dtype: torch.dtype, kv_cache_dtype: torch.dtype) -> PairingInfo:
     """Everything that decides what a token's KV means."""
     spec = checkpoint.config
     fields = {
@@ -69,6 +109,7 @@ def pairing_info(checkpoint: Checkpoint, dtype: torch.dtype) -> PairingInfo:
         "tokenizer": checkpoint.tokenizer_digest,
         "architecture": spec.architecture,
         "dtype": str(dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(kv_cache_dtype).removeprefix("torch."),
         "num_layers": spec.num_layers,
         "num_kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
@@ -86,6 +127,11 @@ def resolve_dtype(dtype: Dtype, device: str) -> torch.dtype:
         has_bfloat16 = device == "cuda" or capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
         return torch.bfloat16 if has_bfloat16 else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+
+def resolve_kv_cache_dtype(kv_cache_dtype: KVCacheDtype, dtype: torch.dtype) -> torch.dtype:
+    """auto = that of the model."""
+    return {"auto": dtype, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[kv_cache_dtype]
 
 
 def resolve_attention(attention: Attention) -> Attention:

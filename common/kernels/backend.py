@@ -9,7 +9,7 @@ from common.kernels.decode_attention import decode_attention
 from common.kernels.launch import require_runnable
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.rope_write import rope_and_write
-from common.model.backend import AttentionBatch
+from common.model.backend import AttentionBatch, AttentionOptions
 
 
 class TritonBackend:
@@ -31,8 +31,9 @@ class TritonBackend:
         """Rotate q and k, write k and v to their slots (below 0: not written); returns the rotated q."""
         return rope_and_write(q, k, v, cos_sin, batch.positions, kv, batch.slot_mapping)
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, scale: float) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, options: AttentionOptions
+    ) -> torch.Tensor:
         """A step of single tokens splits the keys over programs; any other mix goes through the prefill kernel."""
-        if batch.max_query_len <= 1:
-            return decode_attention(q, kv, batch, scale)
-        return prefill_attention(q, kv, batch, scale)
+        attention = decode_attention if batch.max_query_len <= 1 else prefill_attention
+        return attention(q, kv, batch, options.scale, window=options.window, soft_cap=options.soft_cap)

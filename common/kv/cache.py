@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from common.kv.quantized import is_quantized, row_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -13,19 +15,26 @@ class KVShape:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # int8 and float8_e4m3fn: rows as in `common.kv.quantized`
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """The last two dimensions of the cache: K or V of one token in one layer."""
+        if is_quantized(self.dtype):
+            return 1, row_bytes(self.num_kv_heads, self.head_dim)
+        return self.num_kv_heads, self.head_dim
 
     @property
     def bytes_per_token(self) -> int:
         """K and V of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * self.row[0] * self.row[1] * self.dtype.itemsize
 
 
 class KVCache:
     """One allocation, [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim].
 
-    `layers` are views of it, [2, num_blocks, block_size, num_kv_heads, head_dim] each. The memory is not initialised:
-    readers stay below a sequence's length.
+    Quantized: the last two dimensions are [1, row_bytes]. `layers` are views of it without the first dimension. The
+    memory is not initialised: readers stay below a sequence's length.
     """
 
     def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device | str = "cpu") -> None:
@@ -33,7 +42,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.data = torch.empty(
-            (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim),
+            (shape.num_layers, 2, num_blocks, block_size, *shape.row),
             dtype=shape.dtype,
             device=device,
         )
@@ -44,12 +53,17 @@ class KVCache:
         """Tokens that the whole cache holds."""
         return self.num_blocks * self.block_size
 
+    def free(self) -> None:
+        """Give the memory back, whoever still holds a view of it: none may be read or written any more."""
+        self.data.untyped_storage().resize_(0)
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target) in all layers, as if at once: every source is read before any write."""
         if not pairs:
             return
         sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.data.device).unbind(1)
-        self.data.index_copy_(2, targets, self.data.index_select(2, sources))
+        data = self.data.view(torch.uint8)
+        data.index_copy_(2, targets, data.index_select(2, sources))
 
 
 def num_blocks_that_fit(kv_cache_bytes: int, shape: KVShape, block_size: int) -> int:

@@ -22,10 +22,25 @@ class AttentionBatch:
     max_seq_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How one layer attends: the same for all its tokens."""
+
+    scale: float
+    window: int = 0  # a token sees itself and the window - 1 tokens before it; 0 = all of them
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 = they stay
+
+    @property
+    def is_plain(self) -> bool:
+        """Neither a window nor a soft cap."""
+        return not self.window and not self.soft_cap
+
+
 class AttentionBackend(Protocol):
     """RoPE + KV write, then attention over the paged cache. `kv` is one layer of the cache:
 
-    [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim].
+    [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim], or of a quantized one (`common.kv.quantized`):
+    [2 (K, V), num_blocks, block_size, 1, row_bytes], int8 or float8_e4m3fn.
     """
 
     def rope_and_write(
@@ -40,6 +55,8 @@ class AttentionBackend(Protocol):
         """Rotate q and k (half-rotation form), write k and v to their slots; returns the rotated q."""
         ...
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, scale: float) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, options: AttentionOptions
+    ) -> torch.Tensor:
         """Causal attention of every new token over its sequence. Returns [num_tokens, num_heads, head_dim]."""
         ...

@@ -21,6 +21,7 @@ class DecodeGroup:
 
     rows: torch.Tensor  # [num_seqs] int64: their tokens in the flattened axis
     slots: torch.Tensor  # [num_seqs, max_len] int64: padding repeats the sequence's first slot
+    lens: torch.Tensor  # [num_seqs] int64: tokens of each sequence
     mask: torch.Tensor  # [num_seqs, 1, 1, max_len]: 0 or -inf
 
 
@@ -102,6 +103,7 @@ def _decode_group(batch: AttentionBatch, seqs: list[int], block_size: int, dtype
     return DecodeGroup(
         rows=batch.cu_seqlens_q[index].long(),
         slots=torch.where(is_padding, slots[:, :1], slots),
+        lens=lens,
         mask=mask[:, None, None, :],
     )
 

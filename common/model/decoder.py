@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from common.checkpoint import CheckpointError, ModelSpec
 from common.model import llama, qwen2, qwen3
-from common.model.backend import AttentionBackend, AttentionBatch
+from common.model.backend import AttentionBackend, AttentionBatch, AttentionOptions
 from common.model.elementwise import Elementwise, TorchElementwise
 from common.model.layers import LayerInputs, RmsNorm
 from common.model.linear import Linear
@@ -90,10 +90,17 @@ def build_decoder(
     if spec.architecture not in LAYER_BUILDERS:
         raise CheckpointError(f"architecture {spec.architecture!r} is not one of {', '.join(LAYER_BUILDERS)}")
     build_layer = LAYER_BUILDERS[spec.architecture]
-    inputs = LayerInputs(spec, weights, backend, cos_sin_table(spec, device), ops)
+    shared = (backend, cos_sin_table(spec, device), ops)
+    inputs = [LayerInputs(spec, weights, attention_options(spec, idx), *shared) for idx in range(spec.num_layers)]
     embedding = weights.take("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
-    layers = [build_layer(inputs, f"model.layers.{idx}") for idx in range(spec.num_layers)]
+    layers = [build_layer(of_layer, f"model.layers.{idx}") for idx, of_layer in enumerate(inputs)]
     norm = RmsNorm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.rms_norm_eps, ops)
     head = embedding if spec.tie_embeddings else weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
     weights.check_all_taken()
     return Decoder(embedding, layers, norm, Linear(head))
+
+
+def attention_options(spec: ModelSpec, layer_idx: int) -> AttentionOptions:
+    """How one layer of a model attends."""
+    window = spec.windows[layer_idx] if spec.windows else 0
+    return AttentionOptions(spec.head_dim**-0.5, window, spec.attention_soft_cap)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from common.checkpoint import ModelSpec
-from common.model.backend import AttentionBackend, AttentionBatch
+from common.model.backend import AttentionBackend, AttentionBatch, AttentionOptions
 from common.model.elementwise import Elementwise
 from common.model.linear import Linear
 from common.model.weights import Weights
@@ -63,6 +63,7 @@ class DecoderLayer:
     """Pre-norm attention and gated MLP, in two halves so that KV can leave before attention is computed."""
 
     shape: AttentionShape
+    options: AttentionOptions
     backend: AttentionBackend
     cos_sin: torch.Tensor  # [max_position, head_dim] float32
     input_norm: RmsNorm
@@ -82,7 +83,7 @@ class DecoderLayer:
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """[num_tokens, num_heads * head_dim]"""
-        return self.backend.attend(q, kv, batch, self.shape.head_dim**-0.5).flatten(1)
+        return self.backend.attend(q, kv, batch, self.options).flatten(1)
 
     def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Output projection, residuals and MLP, row by row; returns the layer's output."""
@@ -92,10 +93,11 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What every `build_layer` gets: the model's shape, its weights, and what all layers share."""
+    """What every `build_layer` gets: the model's shape, its weights, how this layer attends, what all layers share."""
 
     spec: ModelSpec
     weights: Weights
+    options: AttentionOptions
     backend: AttentionBackend
     cos_sin: torch.Tensor  # [max_position, head_dim] float32
     ops: Elementwise

@@ -9,6 +9,7 @@ def build_layer(inputs: LayerInputs, prefix: str, *, qkv_bias: bool = False) -> 
     spec, weights = inputs.spec, inputs.weights
     return DecoderLayer(
         shape=AttentionShape.of(spec),
+        options=inputs.options,
         backend=inputs.backend,
         cos_sin=inputs.cos_sin,
         input_norm=_norm(inputs, f"{prefix}.input_layernorm"),

@@ -5,7 +5,7 @@ Prefill runs are torch's business as in `cpu_backend`: there the products decide
 
 import torch
 
-from common.model.backend import AttentionBatch
+from common.model.backend import AttentionBatch, AttentionOptions
 from common.model.cpu_backend import attend_run
 from common.model.cpu_plan import PrefillRun, prefill_runs
 from common.native.ops import NativeOps
@@ -34,12 +34,15 @@ class NativeBackend:
             self._batch = batch
         return self._ops.rope_write(q, k, v, cos_sin, kv, batch)
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, scale: float) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, options: AttentionOptions
+    ) -> torch.Tensor:
         """Causal attention of every new token over its sequence. Returns [num_tokens, num_heads, head_dim]."""
+        assert options.is_plain, "the compiled operators know neither window nor soft cap"
         assert self._batch is batch, "attend with another batch than rope_and_write"
         output = torch.empty_like(q)
         if len(self._runs) < batch.seq_lens.shape[0]:
-            self._ops.decode_attention(output, q, kv, batch, scale)
+            self._ops.decode_attention(output, q, kv, batch, options.scale)
         for run in self._runs:
-            output[run.first_row : run.last_row] = attend_run(q[run.first_row : run.last_row], kv, run, scale)
+            output[run.first_row : run.last_row] = attend_run(q[run.first_row : run.last_row], kv, run, options)
         return output

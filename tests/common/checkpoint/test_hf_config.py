@@ -59,7 +59,11 @@ def test_architectures_differ_in_bias_and_head_norm(architecture: str, has_bias:
         {"architectures": ["MambaForCausalLM"]},
         {"architectures": None},
         {"quantization_config": {"bits": 4}},
-        {"use_sliding_window": True},
+        {"sliding_window": 64},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": -1},
+        {"layer_types": ["chunked_attention"] * 3, "sliding_window": 64},
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 64},
+        {"final_logit_softcapping": 30.0},
         {"attention_bias": True},
         {"mlp_bias": True},
         {"hidden_act": "gelu"},
@@ -72,6 +76,38 @@ def test_architectures_differ_in_bias_and_head_norm(architecture: str, has_bias:
     ids=str,
 )
 def test_what_the_forward_pass_does_not_do_is_refused_by_name(change: dict[str, Any]) -> None:
-    name = {"architectures": "architecture", "rope_scaling": "rope type", "num_key_value_heads": "KV heads"}
+    name = {"architectures": "architecture|sliding_window", "rope_scaling": "rope type"}
+    name["num_key_value_heads"] = "KV heads"
     with pytest.raises(CheckpointError, match=name.get(next(iter(change)), next(iter(change)))):
         parse_config(CONFIG | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, ()),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, ()),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, (64, 64, 64)),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64}, ()),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "use_sliding_window": True}, ()),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 64, "use_sliding_window": True}
+            | {"max_window_layers": 1},
+            (0, 64, 64),
+        ),
+        (
+            {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            (64, 0, 64),
+        ),
+    ],
+    ids=str,
+)
+def test_windows_are_per_layer_as_hugging_face_reads_them(change: dict[str, Any], windows: tuple[int, ...]) -> None:
+    spec = parse_config(CONFIG | change)
+    assert spec.windows == windows
+    assert spec.has_plain_attention == (not windows)
+
+
+def test_soft_cap_of_attention_is_read() -> None:
+    assert parse_config(CONFIG | {"attn_logit_softcapping": 50.0}).attention_soft_cap == 50.0
+    assert parse_config(CONFIG | {"attn_logit_softcapping": None}).has_plain_attention

@@ -48,6 +48,18 @@ def test_weights_and_cache_have_the_chosen_dtype(tmp_path: Path) -> None:
     assert ("dtype", "bfloat16") in loaded.pairing.fields
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("int8", torch.int8), ("fp8_e4m3", torch.float8_e4m3fn)])
+def test_a_quantized_cache_holds_more_tokens_in_the_same_memory(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    path = write_tiny_model(tmp_path / "m", TinyModel(head_dim=64))
+    plain, quantized = (
+        load(path, dtype="bfloat16", kv_cache_bytes=1 << 20, kv_cache_dtype=kind) for kind in ("auto", name)
+    )
+    assert quantized.cache.data.dtype == dtype
+    assert quantized.cache.data.nbytes <= 1 << 20
+    assert quantized.cache.num_slots > 1.75 * plain.cache.num_slots
+    assert ("kv_cache_dtype", str(dtype).removeprefix("torch.")) in quantized.pairing.fields
+
+
 def test_auto_is_bfloat16_exactly_where_the_hardware_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for capabilities, expected in [
         ({"avx512_bf16": True}, torch.bfloat16),
@@ -68,13 +80,16 @@ def test_auto_attention_needs_a_gpu_for_triton(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_copies_of_a_model_pair_and_every_difference_is_named(tmp_path: Path) -> None:
-    def pairing(name: str, model: TinyModel, dtype: torch.dtype = torch.float32) -> Any:
-        return pairing_info(open_checkpoint(write_tiny_model(tmp_path / name, model)), dtype)
+    def pairing(name: str, model: TinyModel, *dtypes: torch.dtype) -> Any:
+        of_model, of_cache = dtypes or (torch.float32, torch.float32)
+        return pairing_info(open_checkpoint(write_tiny_model(tmp_path / name, model)), of_model, of_cache)
 
     base = pairing("a", TinyModel())
     assert base.mismatches(pairing("b", TinyModel())) == []
-    names = [mismatch.split(":")[0] for mismatch in base.mismatches(pairing("c", TinyModel(), torch.bfloat16))]
-    assert names == ["dtype"]
+    changed = pairing("c", TinyModel(), torch.bfloat16, torch.float32)
+    assert [mismatch.split(":")[0] for mismatch in base.mismatches(changed)] == ["dtype"]
+    changed = pairing("f", TinyModel(), torch.float32, torch.int8)
+    assert [mismatch.split(":")[0] for mismatch in base.mismatches(changed)] == ["kv_cache_dtype"]
     names = [mismatch.split(":")[0] for mismatch in base.mismatches(pairing("d", TinyModel(num_kv_heads=4)))]
     assert names == ["model", "num_kv_heads"]
     assert base.mismatches(pairing("e", TinyModel(seed=1))) != []

@@ -13,7 +13,7 @@ from common.kernels.attention_reference import attend_reference
 from common.kernels.backend import TritonBackend
 from common.kernels.rope_write import rope_and_write_reference
 from common.kernels.silu_mul import silu_mul, silu_mul_reference
-from common.model.backend import AttentionBackend, AttentionBatch
+from common.model.backend import AttentionBackend, AttentionBatch, AttentionOptions
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 16, 6, 2, 16
 TOTAL = 45
@@ -52,7 +52,7 @@ def test_steps_over_paged_cache_equal_whole_sequence(bounds: tuple[int, ...]) ->
     for start, end in pairwise(bounds):
         batch = step(block_table, start, end)
         rotated = backend.rope_and_write(q[start:end], k[start:end], v[start:end], cos_sin, kv, batch)
-        outs.append(backend.attend(rotated, kv, batch, HEAD_DIM**-0.5))
+        outs.append(backend.attend(rotated, kv, batch, AttentionOptions(HEAD_DIM**-0.5)))
     torch.testing.assert_close(torch.cat(outs).double(), whole(q, k, v, cos_sin), rtol=0, atol=1e-5)
 
 

@@ -36,10 +36,13 @@ MODELS = {
 }
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Decoder, KVCache]:
+def load(
+    path: Path, dtype: torch.dtype = torch.float32, kv_dtype: torch.dtype | None = None
+) -> tuple[Decoder, KVCache]:
     checkpoint = open_checkpoint(path)
     spec = checkpoint.config
-    cache = KVCache(KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype), num_blocks=8, block_size=4)
+    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype or dtype)
+    cache = KVCache(shape, num_blocks=8, block_size=4)
     return build_decoder(spec, open_weights(checkpoint, dtype), CpuBackend(), "cpu"), cache
 
 
@@ -74,6 +77,29 @@ def test_llama3_scaling_equals_the_reference_and_matters(tmp_path: Path) -> None
     scaled = forward_in_chunks(*load(path), [20])
     torch.testing.assert_close(scaled, reference_logits(load_reference(path)), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(scaled, unscaled, atol=1e-2)
+
+
+@pytest.mark.parametrize("chunks", [[20], [7, 13], [8, 1, 1, 10]], ids=str)
+def test_windows_and_soft_cap_equal_the_reference_and_matter(tmp_path: Path, chunks: list[int]) -> None:
+    path = write_tiny_model(tmp_path / "m", TinyModel(num_layers=3))
+    plain = forward_in_chunks(*load(path), chunks)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    change = {"layer_types": kinds, "sliding_window": 5, "attn_logit_softcapping": 2.0}
+    config = json.loads((path / "config.json").read_text()) | change
+    (path / "config.json").write_text(json.dumps(config))
+    logits = forward_in_chunks(*load(path), chunks)
+    torch.testing.assert_close(logits, reference_logits(load_reference(path)), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(logits, plain, atol=1e-2)
+
+
+@pytest.mark.parametrize(("kind", "bound"), [(torch.int8, 0.02), (torch.float8_e4m3fn, 0.08)], ids=str)
+def test_a_quantized_cache_stays_near_float32(tmp_path: Path, kind: torch.dtype, bound: float) -> None:
+    """Mean error of the logits as a part of their spread; a code is off by 1/254 (INT8), 1/16 (FP8)."""
+    path = write_tiny_model(tmp_path / "m")
+    exact = forward_in_chunks(*load(path), [20])
+    rounded = forward_in_chunks(*load(path, kv_dtype=kind), [8, 1, 1, 10])
+    error = (exact - rounded).abs().mean() / exact.std()
+    assert 0 < error < bound
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:

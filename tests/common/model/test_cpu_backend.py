@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.checkpoint import ModelSpec
-from common.model.backend import AttentionBatch
+from common.model.backend import AttentionBatch, AttentionOptions
 from common.model.cpu_backend import CpuBackend, rotate
 from common.model.cpu_plan import group_by_length
 from common.model.rope import cos_sin_table
@@ -26,10 +26,19 @@ def table(head_dim: int) -> torch.Tensor:
 class Case:
     """A poisoned cache in which only the sequences' own slots hold numbers, and what attention must give."""
 
-    def __init__(self, runs: list[Run], block_size: int, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        runs: list[Run],
+        block_size: int,
+        heads: tuple[int, int, int],
+        dtype: torch.dtype,
+        *,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> None:
         self.runs, self.block_size, self.dtype = runs, block_size, dtype
         num_heads, num_kv_heads, head_dim = heads
-        self.scale, self.cos_sin = head_dim**-0.5, table(head_dim)
+        self.options, self.cos_sin = AttentionOptions(head_dim**-0.5, window, soft_cap), table(head_dim)
         generator = torch.Generator().manual_seed(1)
 
         def randn(*shape: int) -> torch.Tensor:
@@ -48,7 +57,7 @@ class Case:
     def run(self, batch: AttentionBatch | None = None) -> torch.Tensor:
         backend, batch = CpuBackend(), batch or batch_of(self.runs, self.block_size)
         q = backend.rope_and_write(self.q, self.k, self.v, self.cos_sin, self.kv, batch)
-        return backend.attend(q, self.kv, batch, self.scale)
+        return backend.attend(q, self.kv, batch, self.options)
 
     def expected(self) -> torch.Tensor:
         """Reads the cache as `run` left it."""
@@ -63,8 +72,12 @@ class Case:
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run) -> torch.Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self.options.scale
+        if self.options.soft_cap:
+            scores = self.options.soft_cap * (scores / self.options.soft_cap).tanh()
         future = torch.ones(run.num_new, run.seq_len, dtype=torch.bool).triu(run.start + 1)
+        if self.options.window:
+            future |= torch.ones(run.num_new, run.seq_len, dtype=torch.bool).tril(run.start - self.options.window)
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -math.inf).softmax(-1), v)
 
     def check(self) -> None:
@@ -98,6 +111,14 @@ def test_a_mixed_batch_equals_float64_attention(heads: tuple[int, int, int], dty
     lens = [(33, 1), (0, 17), (127, 1), (16, 15), (0, 1), (15, 1), (31, 129), (200, 1)]
     for block_size in (8, 16):
         Case(scattered_runs(lens, block_size, NUM_BLOCKS), block_size, heads, dtype).check()
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 1.5])
+@pytest.mark.parametrize("window", [1, 7, 64, 1000])
+def test_window_and_soft_cap_equal_float64_attention(window: int, soft_cap: float) -> None:
+    lens = [(33, 1), (0, 17), (127, 1), (16, 150), (0, 1), (15, 1), (100, 70), (200, 1)]
+    runs = scattered_runs(lens, 16, NUM_BLOCKS)
+    Case(runs, 16, (6, 2, 24), torch.float32, window=window, soft_cap=soft_cap).check()
 
 
 def test_rope_and_write_puts_rotated_keys_into_their_slots_and_nothing_else() -> None:

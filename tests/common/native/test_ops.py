@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.engine.plan import SampleSpec
-from common.model.backend import AttentionBackend
+from common.model.backend import AttentionBackend, AttentionOptions
 from common.model.cpu_backend import CpuBackend
 from common.model.elementwise import TorchElementwise
 from common.model.native_backend import NativeBackend
@@ -104,7 +104,7 @@ def _attend(
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     batch = batch_of(runs, block_size)
     rotated = backend.rope_and_write(q, k, v, table(head_dim), kv, batch)
-    return backend.attend(rotated, kv, batch, head_dim**-0.5), kv
+    return backend.attend(rotated, kv, batch, AttentionOptions(head_dim**-0.5)), kv
 
 
 def test_a_sequence_attends_alike_alone_and_in_any_batch(ops: NativeOps, threads: None) -> None:

@@ -1,0 +1,39 @@
+"""Which layers of a Hugging Face model attend to a window only. Pure.
+
+The rules are transformers': `layer_types` decides where it is given; else every layer of Mistral has the window, and
+the layers of Qwen from `max_window_layers` on when `use_sliding_window` is set.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.checkpoint.spec import CheckpointError
+
+Config = Mapping[str, Any]
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def layer_windows(config: Config, num_layers: int) -> tuple[int, ...]:
+    """Per layer the tokens that one sees, 0 = all; () when no layer has a window. Raises CheckpointError by field."""
+    has_window = _layers_with_window(config, num_layers)
+    if not any(has_window):
+        return ()
+    window = config.get("sliding_window")
+    if not isinstance(window, int) or window < 1:
+        raise CheckpointError(f"config.json: sliding_window should be a positive integer, got {window!r}")
+    return tuple(window if has else 0 for has in has_window)
+
+
+def _layers_with_window(config: Config, num_layers: int) -> list[bool]:
+    layer_types = config.get("layer_types")
+    if layer_types is not None:
+        if len(layer_types) != num_layers or not set(layer_types) <= set(_LAYER_TYPES):
+            raise CheckpointError(f"config.json: layer_types={layer_types!r} is not {num_layers} of {_LAYER_TYPES}")
+        return [kind == "sliding_attention" for kind in layer_types]
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture.startswith("Qwen"):
+        first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else num_layers
+        return [idx >= first for idx in range(num_layers)]
+    if architecture.startswith("Llama") and config.get("sliding_window"):
+        raise CheckpointError(f"config.json: sliding_window={config['sliding_window']!r} is not supported for Llama")
+    return [bool(config.get("sliding_window"))] * num_layers
