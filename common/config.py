@@ -3,13 +3,14 @@
 Frozen: values discovered at run time (ports, block counts) are arguments of whoever needs them, not config.
 """
 
+import secrets
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-Attention = Literal["auto", "cpu", "triton"]
 KVCacheDtype = Literal["auto", "int8", "fp8_e4m3"]
+Attention = Literal["auto", "cpu", "triton"]
 Transport = Literal["gloo", "nccl"]
 
 
@@ -29,8 +30,8 @@ class WorkerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: Dtype = "auto"
-    attention: Attention = "auto"
     kv_cache_dtype: KVCacheDtype = Field("auto", description="auto = the model's; must be equal on both workers")
+    attention: Attention = "auto"
     host: str = Field("127.0.0.1", description="address to bind and to advertise")
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = any free one")
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0 = any free one")
@@ -65,7 +66,11 @@ class RouterSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    router_id: str = "router-0"
+    router_id: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9._-]{0,128}$",
+        description="name among the routers of the cluster; empty = one that no other has",
+    )
     host: str = "127.0.0.1"
     http_port: int = Field(8000, ge=0, le=65535)
     grpc_port: int = Field(50051, ge=0, le=65535)
@@ -90,9 +95,14 @@ class RouterSettings(BaseModel):
     keep_requests: int = Field(1000, ge=0, description="finished requests kept for /admin/v1/requests")
 
 
-class RouterConfig(RouterSettings):
-    """One router."""
+def _unique_router_id() -> str:
+    return f"router-{secrets.token_hex(4)}"
 
+
+class RouterConfig(RouterSettings):
+    """One router. Two of the same name would end each other's streams to the workers."""
+
+    router_id: str = Field(default_factory=_unique_router_id, min_length=1)
     model: ModelConfig
     redis_url: str = ""
     namespace: str = "pdserve"
@@ -105,6 +115,7 @@ class PoolSettings(BaseModel):
 
     prefill: int = Field(1, ge=0, le=1024)
     decode: int = Field(1, ge=0, le=1024)
+    routers: int = Field(1, ge=1, le=64, description="routers that pdserve up starts, on ports that follow each other")
     drain_grace_s: float = Field(30.0, ge=0, description="how long a worker that leaves may finish what it has")
     start_limit_s: float = Field(600.0, gt=0, description="a worker that is not ready by then is replaced")
 
@@ -125,7 +136,9 @@ class AutoscaleSettings(BaseModel):
     stable_window_s: float = Field(300.0, ge=0, description="less must be needed for so long before a pool shrinks")
     up_cooldown_s: float = Field(60.0, ge=0, description="least time from a change to the next growth")
     down_cooldown_s: float = Field(60.0, ge=0, description="least time from a change to the next shrinking")
-    router_url: str = Field("", description="HTTP address of a router that tells the load; pdserve up knows its own")
+    router_url: str = Field(
+        "", description="HTTP addresses of routers that tell the load, separated by commas; pdserve up knows its own"
+    )
 
     @model_validator(mode="after")
     def _has_ordered_limits(self) -> "AutoscaleSettings":
@@ -151,7 +164,8 @@ class ClusterConfig(BaseModel):
     def router_config(self) -> RouterConfig:
         """What the router of this cluster needs to know."""
         shared = {"model": self.model, "redis_url": self.redis_url, "namespace": self.namespace}
-        return RouterConfig(**self.router.model_dump(), **shared)
+        unset = set() if self.router.router_id else {"router_id"}
+        return RouterConfig(**self.router.model_dump(exclude=unset), **shared)
 
     def worker_config(self, role: Literal["prefill", "decode"], worker_id: str) -> WorkerConfig:
         """What one worker of this cluster needs to know."""

@@ -1,11 +1,12 @@
-"""Feeds the autoscaler what a router sees, and writes the sizes that it decides where the pool controller reads them.
+"""Feeds the autoscaler what the routers see, and writes the sizes that it decides where the pool controller reads them.
 
-A router or a Redis that is away means that nothing is known: sizes stay as they are. No decisions here.
+Any router knows the workers, whoever gave them their work, and what the other routers have queued: the first that
+answers is asked. No router or no Redis means that nothing is known: sizes stay as they are. No decisions here.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from common.config import AutoscaleSettings
@@ -23,9 +24,9 @@ Report = Callable[[str, str], None]
 class AutoscaleLoop:
     """Owns the autoscaler of one cluster. `run` it beside the pool controller."""
 
-    def __init__(self, settings: AutoscaleSettings, client: AdminClient, report: Report) -> None:
+    def __init__(self, settings: AutoscaleSettings, clients: Sequence[AdminClient], report: Report) -> None:
         self._autoscaler = Autoscaler(settings)
-        self._client = client
+        self._clients = list(clients)
         self._report = report
         self._problem = "nothing is known of the load yet"
 
@@ -45,7 +46,7 @@ class AutoscaleLoop:
         return {role.value: {**decided.get(role.value, {}), "problem": self._problem} for role in Role}
 
     async def _look(self, store: PoolStore) -> None:
-        state = await asyncio.to_thread(self._client.state)
+        state = await asyncio.to_thread(self._state)
         sizes = await store.get_desired()
         if sizes is None:
             raise PdserveError("the pool sizes cannot be read from Redis")
@@ -54,6 +55,17 @@ class AutoscaleLoop:
             if decision.is_change:
                 self._report("autoscaler", f"{role.value} {decision.size} -> {decision.desired}: {decision.reason}")
                 await store.set_desired(role.value, decision.desired)
+
+    def _state(self) -> Mapping[str, Any]:
+        """As a router tells it; one that does not answer is asked last from then on. Raises AdminFailed."""
+        problem = AdminFailed("no router is known")
+        for _ in self._clients:
+            try:
+                return self._clients[0].state()
+            except AdminFailed as failed:
+                problem = failed
+                self._clients = [*self._clients[1:], self._clients[0]]
+        raise problem
 
 
 async def _to_its_end(look: Coroutine[Any, Any, None]) -> None:
@@ -68,9 +80,9 @@ async def _to_its_end(look: Coroutine[Any, Any, None]) -> None:
 
 
 def pool_load(state: Mapping[str, Any], role: Role, size: int) -> PoolLoad:
-    """A pool as `/admin/v1/state` shows it. Requests that wait in the router wait for a decode worker's grant."""
+    """A pool as `/admin/v1/state` shows it. Requests that wait in a router wait for a decode worker's grant."""
     ready = [worker for worker in state["workers"] if worker["role"] == role.value and worker["state"] == "ready"]
-    num_queued = int(state["num_queued"]) if role is Role.DECODE else 0
+    num_queued = sum(int(router["num_queued"]) for router in state["routers"]) if role is Role.DECODE else 0
     return PoolLoad(size, tuple(map(_worker_load, ready)), num_queued)
 
 

@@ -73,6 +73,7 @@ def up(
     model: Model = None,
     prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers (1).")] = None,
     decode: Annotated[int | None, typer.Option(min=0, help="Decode workers (1).")] = None,
+    routers: Annotated[int | None, typer.Option(min=1, help="Routers, on ports that follow each other (1).")] = None,
     http_port: HttpPort = None,
     grpc_port: GrpcPort = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Weights and KV cache.")] = None,
@@ -92,6 +93,7 @@ def up(
         "model.path": model,
         "pools.prefill": prefill,
         "pools.decode": decode,
+        "pools.routers": routers,
         "router.http_port": http_port,
         "router.grpc_port": grpc_port,
         "router.local_prefill_max_tokens": local_prefill_max_tokens,
@@ -223,7 +225,7 @@ def router(
     otlp_traces_endpoint: Traces = None,
     config: ConfigFile = None,
 ) -> None:
-    """Run one router: both APIs. Workers are found in Redis."""
+    """Run one router: both APIs. Workers, and the other routers of the cluster, are found in Redis."""
     from deploy.commands import run_router
     from deploy.settings import load_settings
 

@@ -32,6 +32,8 @@ def run_up(config: ClusterConfig, *, as_json: bool) -> int:
             print(json.dumps(description), flush=True)
         else:
             print("\n".join(["", *show.workers_table(state["workers"]), ""]), flush=True)
+            for http_url, grpc_address in zip(cluster.http_urls[1:], cluster.grpc_addresses[1:], strict=True):
+                print(f"HTTP  {http_url}/v1  gRPC  {grpc_address}  (another router of the same cluster)", flush=True)
             print("\n".join([*show.endpoints(cluster.http_url, cluster.grpc_address, model), ""]), flush=True)
             progress("pdserve", "ready; Ctrl-C drains and stops everything")
         await asyncio.Event().wait()
@@ -64,7 +66,7 @@ def show_status(url: str, *, as_json: bool) -> int:
         print(show.pools_line(state["workers"]))
         print("\n".join(show.workers_table(state["workers"])))
         print("\n".join(show.controller_lines(state.get("pools") or {})))
-        print(f"queued in the router: {state.get('num_queued', 0)}, running: {state.get('num_running', 0)}")
+        print("\n".join(show.routers_table(state["routers"])))
         for reason in readiness.get("reasons", []):
             print(f"not ready: {reason}")
     return 0 if is_ready else 3
@@ -99,9 +101,10 @@ def run_router(config: ClusterConfig) -> None:
     from router.app import run
 
     config = with_model(_with_redis(config))
-    configure_logs(config.router.router_id)
+    router = config.router_config()
+    configure_logs(router.router_id)
     pools = PoolStore(config.redis_url, config.namespace)
-    run(config.router_config(), scale_pool=pools.set_desired, pool_status=pools.get_status)
+    run(router, scale_pool=pools.set_desired, pool_status=pools.get_status)
 
 
 def run_deploy(config: ClusterConfig, ray_address: str, *, is_down: bool) -> int:

@@ -89,8 +89,9 @@ class _Controller:
         settings = self._config.autoscale
         if not settings.enabled:
             return None
-        client = AdminClient(settings.router_url, self._config.router.admin_key or None)
-        return AutoscaleLoop(settings, client, self._report)
+        urls = [url.strip() for url in settings.router_url.split(",")]
+        clients = [AdminClient(url, self._config.router.admin_key or None) for url in urls if url]
+        return AutoscaleLoop(settings, clients, self._report)
 
     async def _until_stopped(self, stop: StopRequest) -> int:
         await stop.wait()

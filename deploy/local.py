@@ -1,7 +1,7 @@
-"""A whole cluster on this machine: Redis, Ray, one router, the pools. Starts it, uses it, leaves nothing behind.
+"""A whole cluster on this machine: Redis, Ray, routers, the pools. Starts it, uses it, leaves nothing behind.
 
-    check ports and model -> session (directory, guardian) -> Redis -> router -> Ray -> pools -> ready -> use it
-    -> router stops taking requests, workers drain -> Ray, router, Redis end -> what is left of the session ends
+    check ports and model -> session (directory, guardian) -> Redis -> routers -> Ray -> pools -> ready -> use it
+    -> routers stop taking requests, workers drain -> Ray, routers, Redis end -> what is left of the session ends
 
 Everything is started from the main thread: the kernel ends a child when the thread that made it does.
 """
@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.config import ClusterConfig
 from common.pools import PoolStore
@@ -22,7 +23,7 @@ from deploy.process import StartFailed
 from deploy.ray_local import local_ray
 from deploy.ray_pool import RayPools
 from deploy.redis_server import RedisServer, resolve_redis
-from deploy.router_process import RouterProcess
+from deploy.router_process import RouterProcess, router_settings
 from deploy.session import session
 from deploy.stopping import StopRequest, first_result, stop_request
 
@@ -36,17 +37,27 @@ Report = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class LocalCluster:
-    """A cluster that is ready, while it lasts."""
+    """A cluster that is ready, while it lasts. Of several routers, the first is the one to show."""
 
     config: ClusterConfig
 
     @property
+    def http_urls(self) -> list[str]:
+        """Of every router."""
+        return [f"http://{settings.host}:{settings.http_port}" for settings in router_settings(self.config)]
+
+    @property
+    def grpc_addresses(self) -> list[str]:
+        """Of every router."""
+        return [f"{settings.host}:{settings.grpc_port}" for settings in router_settings(self.config)]
+
+    @property
     def http_url(self) -> str:
-        return f"http://{self.config.router.host}:{self.config.router.http_port}"
+        return self.http_urls[0]
 
     @property
     def grpc_address(self) -> str:
-        return f"{self.config.router.host}:{self.config.router.grpc_port}"
+        return self.grpc_addresses[0]
 
 
 # Returns the exit code of the command. Cancelled when the cluster has to stop.
@@ -64,20 +75,40 @@ def run_local(config: ClusterConfig, report: Report, use: Use) -> int:
         stack.callback(redis.stop)
         report("redis", f"ready ({redis.source})")
         config = config.model_copy(update={"redis_url": redis.url})
-        router = RouterProcess(config, opened.runtime_dir)
-        router.start()
-        stack.callback(router.stop)
-        report("router", f"starting on http port {config.router.http_port}, gRPC port {config.router.grpc_port}")
+        routers = []
+        for idx in range(config.pools.routers):
+            routers.append(_start_router(config, idx, opened.runtime_dir, report))
+            stack.callback(routers[-1].stop)
         report("ray", "starting (some seconds)")
         stack.enter_context(local_ray(opened.runtime_dir))
         report("ray", "ready")
-        return asyncio.run(_run(_Services(config, redis, router), report, use, parent_pid))
+        return asyncio.run(_run(_Services(config, redis, routers), report, use, parent_pid))
+
+
+def _start_router(config: ClusterConfig, idx: int, runtime_dir: Path, report: Report) -> RouterProcess:
+    settings = router_settings(config)[idx]
+    name = "router" if config.pools.routers == 1 else f"router {idx}"
+    router = RouterProcess(config.model_copy(update={"router": settings}), runtime_dir, name.replace(" ", "-"))
+    router.start()
+    report(name, f"starting on http port {settings.http_port}, gRPC port {settings.grpc_port}")
+    return router
 
 
 def check_ports(config: ClusterConfig) -> None:
     """Raise StartFailed if somebody listens on the public ports already; before anything is started."""
     host = config.router.host
-    for port, flag in ((config.router.http_port, "--http-port"), (config.router.grpc_port, "--grpc-port")):
+    ports = [
+        (port, flag)
+        for settings in router_settings(config)
+        for port, flag in (
+            (settings.http_port, "--http-port"),
+            (settings.grpc_port, "--grpc-port"),
+            (settings.metrics_port or 0, "PDSERVE_ROUTER_METRICS_PORT"),
+        )
+    ]
+    if len({port for port, _ in ports if port}) < sum(port > 0 for port, _ in ports):
+        raise StartFailed("two routers would have the same port: choose --http-port and --grpc-port further apart")
+    for port, flag in ports:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -95,7 +126,7 @@ class _Services:
 
     config: ClusterConfig
     redis: RedisServer
-    router: RouterProcess
+    routers: list[RouterProcess]
 
 
 async def _run(services: _Services, report: Report, use: Use, parent_pid: int) -> int:
@@ -108,7 +139,7 @@ class _Running:
     def __init__(self, services: _Services, report: Report) -> None:
         self._config = services.config
         self._redis = services.redis
-        self._router = services.router
+        self._routers = services.routers
         self._report = report
         self._pools = RayPools(services.config, report, LocalPlacement(services.config), self._autoscaler())
         self._was_ready = False
@@ -131,13 +162,14 @@ class _Running:
     def _autoscaler(self) -> AutoscaleLoop | None:
         if not self._config.autoscale.enabled:
             return None
-        client = AdminClient(LocalCluster(self._config).http_url, self._config.router.admin_key)
-        return AutoscaleLoop(self._config.autoscale, client, self._report)
+        clients = [AdminClient(url, self._config.router.admin_key) for url in LocalCluster(self._config).http_urls]
+        return AutoscaleLoop(self._config.autoscale, clients, self._report)
 
     async def _use_when_ready(self, use: Use) -> int:
-        while not await self._router.is_ready():
-            self._check_start()
-            await asyncio.sleep(_POLL_INTERVAL_S)
+        for router in self._routers:
+            while not await router.is_ready():
+                self._check_start()
+                await asyncio.sleep(_POLL_INTERVAL_S)
         self._was_ready = True
         return await use(LocalCluster(self._config))
 
@@ -148,21 +180,22 @@ class _Running:
                 raise StartFailed(f"no {status.role.value} worker gets ready. {status.last_failure}")
 
     async def _supervise(self) -> int:
-        """Start the router and our Redis again when they die."""
+        """Start routers and our Redis again when they die."""
         while True:
             await asyncio.sleep(_POLL_INTERVAL_S)
-            if self._router.has_ended:
-                self._restart_router()
+            for router in self._routers:
+                if router.has_ended:
+                    self._restart(router)
             if self._redis.own is not None and self._redis.own.has_ended:
                 self._report("redis", "died; starting it again, empty")
                 self._redis.own.start()
                 await asyncio.sleep(1.0)
 
-    def _restart_router(self) -> None:
+    def _restart(self, router: RouterProcess) -> None:
         if not self._was_ready:
-            raise StartFailed(f"the router does not start:\n{self._router.log_tail()}")
-        self._report("router", "died; starting it again")
-        self._router.restart()
+            raise StartFailed(f"the router does not start:\n{router.log_tail()}")
+        self._report(router.name, "died; starting it again")
+        router.restart()
 
     async def _until_stopped(self, stop: StopRequest) -> int:
         await stop.wait()
@@ -171,7 +204,8 @@ class _Running:
 
     async def _shut_down(self, stop: StopRequest, controller: "asyncio.Task[None]") -> None:
         """Let running requests finish within the grace, then end every worker."""
-        self._router.terminate()
+        for router in self._routers:
+            router.terminate()
         if controller.done():
             return  # a bug ended it, and nobody would follow the workers to their end
         limit_s = self._config.pools.drain_grace_s + _KILL_LIMIT_S

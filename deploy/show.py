@@ -42,6 +42,24 @@ def workers_table(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     return table([header, *([worker.get(key, "") for _, key in _COLUMNS] for worker in ordered)])
 
 
+def routers_table(routers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line per router, with where it listens and what it has."""
+    header = ("router", "state", "pid", "HTTP", "gRPC", "running", "queued")
+    rows = (
+        (
+            router["router_id"],
+            "ready" if router["is_ready"] else "not ready",
+            router["pid"],
+            router["http_url"],
+            router["grpc_address"],
+            router["num_running"],
+            router["num_queued"],
+        )
+        for router in routers
+    )
+    return table([header, *rows])
+
+
 def pools_line(workers: Sequence[Mapping[str, Any]]) -> str:
     """`prefill: 2 ready; decode: 1 ready, 1 draining`."""
     parts = []

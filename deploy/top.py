@@ -47,6 +47,8 @@ def screen(snapshot: Mapping[str, Any]) -> RenderableType:
     plans = snapshot["pools"] or {}
     pools = [_pool(state["workers"], role, plans.get(role)) for role in ("prefill", "decode")]
     parts: list[RenderableType] = [_head(snapshot), _latencies(recent, state), *pools]
+    if len(snapshot["routers"]) > 1:
+        parts.insert(1, _routers(snapshot))
     if recent["transfers"]:
         parts.append(_transfers(recent["transfers"]))
     return Group(*parts, _requests(snapshot["requests"]))
@@ -54,10 +56,21 @@ def screen(snapshot: Mapping[str, Any]) -> RenderableType:
 
 def _head(snapshot: Mapping[str, Any]) -> Text:
     router = snapshot["router"]
-    text = Text.assemble(("pdserve ", "bold"), router["version"], "  ", router["model"], "  ")
+    name = Text(router["router_id"])  # as Text: from outside, and no markup
+    text = Text.assemble(("pdserve ", "bold"), router["version"], "  ", router["model"], "  ", name, "  ")
     if router["is_ready"]:
         return text.append("ready", style="green")
     return text.append(f"not ready: {'; '.join(router['reasons'])}", style="red")
+
+
+def _routers(snapshot: Mapping[str, Any]) -> Panel:
+    grid = Table.grid(padding=(0, 2))
+    for router in snapshot["routers"]:
+        is_shown = router["router_id"] == snapshot["router"]["router_id"]
+        state = Text("ready", "green") if router["is_ready"] else Text("not ready", "red")
+        load = f"{router['num_running']} running {router['num_queued']} queued"
+        grid.add_row(Text(router["router_id"]), state, Text(router["http_url"]), load, "asked here" if is_shown else "")
+    return Panel(grid, title="routers; latencies, rates and requests are those of one", title_align="left")
 
 
 def _latencies(recent: Mapping[str, Any], state: Mapping[str, Any]) -> Panel:

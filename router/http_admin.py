@@ -1,6 +1,6 @@
 """Everything over HTTP that is not generation: probes, model card, tokenize, metrics, administration."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from router.openai_prompts import chat_prompt
 from router.openai_requests import DetokenizeBody, TokenizeBody
 from router.openai_responses import ModelCard, ModelList
 from router.request_spec import Prompt, TextPrompt
+from router.roll import RouterReport
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _NUM_RECORDS = 100
@@ -26,6 +27,7 @@ DEFAULT_DRAIN_GRACE_S = 30.0
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 ScalePool = Callable[[str, int], Awaitable[object]]
 PoolStatus = Callable[[], Awaitable[object]]
+Routers = Callable[[], Sequence[RouterReport]]
 
 
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,13 +43,15 @@ class AdminHooks:
     """What the process around us supplies.
 
     `scale_pool(role, replicas)` sets a pool's desired size, where it can. `pool_status()` is what the pool controller
-    last said, None when there is none.
+    last said, None when there is none. `routers()` is every router of the cluster, this one too.
     """
 
     exposition: Callable[[], bytes]
     version: str
     scale_pool: ScalePool | None = None
     pool_status: PoolStatus | None = None
+    routers: Routers = tuple
+    router_id: str = ""
 
 
 class AdminEndpoints:
@@ -112,6 +116,7 @@ class AdminEndpoints:
                 "num_queued": state.num_queued,
                 "num_running": state.num_running,
                 "pools": pools,
+                "routers": self._hooks.routers(),
             }
         )
 

@@ -50,6 +50,7 @@ class StateFeed:
         service, readiness, model = self._frontend.service, self._frontend.readiness(), self._frontend.model
         return {
             "router": {
+                "router_id": self._hooks.router_id,
                 "version": self._hooks.version,
                 "model": model.name,
                 "max_model_len": model.max_model_len,
@@ -58,6 +59,7 @@ class StateFeed:
             },
             "state": service.state(),
             "pools": None if self._hooks.pool_status is None else await self._hooks.pool_status(),
+            "routers": self._hooks.routers(),
             "recent": service.recent(),
             "requests": [brief(record) for record in service.request_records(NUM_REQUESTS)],
         }

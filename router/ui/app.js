@@ -12,7 +12,7 @@ const PARTS = [drawHead, drawTiles, drawTopology, drawPools, drawRequests];
 
 function drawHead({ router }) {
   const pill = document.getElementById("readiness");
-  setText(document.getElementById("model"), `${router.model} · ${router.max_model_len} tokens · ${router.version}`);
+  setText(document.getElementById("model"), `${router.model} · ${router.max_model_len} tokens · ${router.version} · ${router.router_id}`);
   setText(pill, router.is_ready ? "ready" : `not ready: ${router.reasons.join("; ")}`);
   pill.className = router.is_ready ? "pill ready" : "pill unhealthy";
   setText(document.getElementById("connection"), "");

@@ -15,18 +15,21 @@ const TILES = [
   ["Transfer exposed", (r) => percent(r.exposed_share)],
   ["Prompt", (r) => rate(r.prompt_tokens_per_s, "tok/s")],
   ["Output", (r) => rate(r.generation_tokens_per_s, "tok/s")],
-  ["Running", (r, s) => count(s.num_running)],
-  ["Queued", (r, s) => count(s.num_queued)],
+  ["Running", (r, routers) => count(sum(routers, "num_running"))],
+  ["Queued", (r, routers) => count(sum(routers, "num_queued"))],
 ];
 
-export function drawTiles({ recent, state }) {
+// What runs and waits is that of all routers, as it is on the same workers.
+const sum = (routers, name) => routers.reduce((total, router) => total + router[name], 0);
+
+export function drawTiles({ recent, routers }) {
   keyed(
     document.getElementById("tiles"),
     TILES,
     ([name]) => name,
     ([name]) => h("div", { class: "tile" }, h("dt", {}, name), h("dd")),
     (tile, [, value, isBad]) => {
-      setText(tile.lastElementChild, value(recent, state));
+      setText(tile.lastElementChild, value(recent, routers));
       tile.classList.toggle("bad", Boolean(isBad?.(recent)));
     },
   );

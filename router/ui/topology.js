@@ -1,4 +1,4 @@
-// Router, prefill and decode workers, and what flows between them: the wider an edge, the more bytes per second.
+// Routers, prefill and decode workers, and what flows between them: the wider an edge, the more bytes per second.
 
 import { h, svg } from "./dom.js";
 import { bytes } from "./format.js";
@@ -7,24 +7,30 @@ const WIDTH = 740, ROW = 62, ROUTER_WIDTH = 150, BOX_WIDTH = 196, BOX_HEIGHT = 4
 const COLUMNS = { router: 4, prefill: 216, decode: 540 };
 const MAX_ROWS = 12;
 
-export function drawTopology({ state, recent, router }) {
+export function drawTopology({ state, recent, router, routers }) {
   const workers = { prefill: byRole(state.workers, "prefill"), decode: byRole(state.workers, "decode") };
-  const rows = Math.max(1, Math.min(MAX_ROWS, Math.max(workers.prefill.length, workers.decode.length)));
+  const counts = [routers.length, workers.prefill.length, workers.decode.length];
+  const rows = Math.max(1, Math.min(MAX_ROWS, Math.max(...counts)));
   const height = TOP * 2 + rows * ROW - (ROW - BOX_HEIGHT);
   const at = new Map();
   for (const role of ["prefill", "decode"]) place(at, workers[role], COLUMNS[role], height);
-  const hub = { x: COLUMNS.router, y: (height - BOX_HEIGHT) / 2 };
+  const hubs = placed(routers, height).map(([each, y]) => ({ x: COLUMNS.router, y, router: each }));
   const picture = svg(
     "svg",
-    { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": inWords(workers, recent.transfers) },
-    [...at.values()].map((box) => controlEdge(hub, box)),
+    { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": inWords(counts, recent.transfers) },
+    hubs.map((hub) => [...at.values()].map((box) => controlEdge(hub, box))).flat(),
     transferEdges(at, recent.transfers),
-    box(hub.x, hub.y, "router", "router", `${state.num_running} running, ${state.num_queued} queued`,
-      router.is_ready ? "ready" : "unhealthy"),
+    hubs.map(({ x, y, router: each }) => box(x, y, each.router_id === router.router_id ? "router here" : "router",
+      each.router_id, `${each.num_running} running, ${each.num_queued} queued`, each.is_ready ? "ready" : "unhealthy",
+      `${each.router_id}, ${each.http_url}`)),
     [...at.values()].map(({ x, y, worker }) => workerBox(x, y, worker)),
   );
-  const hidden = Object.values(workers).reduce((sum, list) => sum + Math.max(0, list.length - MAX_ROWS), 0);
-  const note = hidden ? h("p", { class: "muted" }, `${hidden} more workers are listed below`) : null;
+  const hidden = counts.reduce((sum, count) => sum + Math.max(0, count - MAX_ROWS), 0);
+  const notes = [
+    hidden ? `${hidden} more are not drawn` : "",
+    routers.length > 1 ? "Latencies, rates, transfers and requests on this page are those of the router with the thick border." : "",
+  ];
+  const note = notes.some(Boolean) ? h("p", { class: "muted" }, notes.filter(Boolean).join(". ")) : null;
   document.getElementById("topology").replaceChildren(picture, ...(note ? [note] : []));
 }
 
@@ -35,9 +41,14 @@ export function byRole(workers, role) {
 }
 
 function place(at, workers, x, height) {
-  const shown = workers.slice(0, MAX_ROWS);
+  for (const [worker, y] of placed(workers, height)) at.set(worker.worker_id, { x, y, worker });
+}
+
+// [item, y] of the first items of a column, centred.
+function placed(items, height) {
+  const shown = items.slice(0, MAX_ROWS);
   const first = (height - (shown.length * ROW - (ROW - BOX_HEIGHT))) / 2;
-  shown.forEach((worker, idx) => at.set(worker.worker_id, { x, y: first + idx * ROW, worker }));
+  return shown.map((item, idx) => [item, first + idx * ROW]);
 }
 
 function workerBox(x, y, worker) {
@@ -46,12 +57,14 @@ function workerBox(x, y, worker) {
   return box(x, y, worker.role, worker.worker_id, what, worker.state);
 }
 
-function box(x, y, kind, name, what, state) {
-  const short = name.length > 20 ? `${name.slice(0, 19)}…` : name;
+function box(x, y, kind, name, what, state, title = name) {
+  const isRouter = kind.startsWith("router"), most = isRouter ? 16 : 20;
+  const short = name.length > most ? `${name.slice(0, most - 1)}…` : name;
   return svg(
     "g",
     { class: `node ${kind} ${state}` },
-    svg("rect", { x, y, width: kind === "router" ? ROUTER_WIDTH : BOX_WIDTH, height: BOX_HEIGHT, rx: 8 }),
+    svg("title", {}, title),
+    svg("rect", { x, y, width: isRouter ? ROUTER_WIDTH : BOX_WIDTH, height: BOX_HEIGHT, rx: 8 }),
     svg("circle", { cx: x + 14, cy: y + 16, r: 4.5, class: "lamp" }),
     svg("text", { x: x + 26, y: y + 20, class: "name" }, short),
     svg("text", { x: x + 12, y: y + 37, class: "what" }, what),
@@ -105,9 +118,9 @@ function curve([x1, y1], [x2, y2]) {
   return `M${x1} ${y1}C${middle} ${y1} ${middle} ${y2} ${x2} ${y2}`;
 }
 
-function inWords(workers, transfers) {
+function inWords([numRouters, numPrefill, numDecode], transfers) {
   const live = transfers.filter((transfer) => transfer.bytes_per_s > 0);
   const flows = live.map((t) => `${t.prefill_worker_id} to ${t.decode_worker_id} ${bytes(t.bytes_per_s)} per second`);
-  const counts = `one router, ${workers.prefill.length} prefill and ${workers.decode.length} decode workers`;
+  const counts = `${numRouters} router${numRouters === 1 ? "" : "s"}, ${numPrefill} prefill and ${numDecode} decode workers`;
   return `${counts}; ${flows.length ? flows.join(", ") : "no transfer at the moment"}`;
 }

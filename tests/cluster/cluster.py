@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ class Cluster:
 
     def __init__(self, process: subprocess.Popen[bytes], http_port: int, grpc_port: int, log_path: Path) -> None:
         self.process = process
+        self.http_port, self.grpc_port = http_port, grpc_port
         self.url = f"http://127.0.0.1:{http_port}"
         self.grpc = f"127.0.0.1:{grpc_port}"
         self.log_path = log_path
@@ -67,6 +68,15 @@ class Cluster:
             assert states == worker["kv_blocks_total"], worker
         assert run_audit(self.url, as_json=True) == 0
 
+    def wait_for(self, part: Callable[[Any], Any], is_so: Callable[[Any], object], timeout_s: float = 30.0) -> Any:
+        """That part of `/admin/v1/state`, once it is as it should be."""
+        deadline_s = time.monotonic() + timeout_s
+        while not is_so(found := part(self.get("/admin/v1/state"))):
+            if time.monotonic() > deadline_s:
+                raise AssertionError(f"not so after {timeout_s} s: {found}")
+            time.sleep(0.05)
+        return found
+
     def wait_for_pools(self, prefill: int, decode: int, timeout_s: float = 90.0) -> None:
         """Wait until exactly so many workers of each role are ready."""
         deadline_s = time.monotonic() + timeout_s
@@ -80,13 +90,21 @@ class Cluster:
 
 @contextmanager
 def running_cluster(
-    model: str | Path, *options: str, prefill: int = 1, decode: int = 1, config: dict[str, Any] | None = None
+    model: str | Path,
+    *options: str,
+    prefill: int = 1,
+    decode: int = 1,
+    config: dict[str, Any] | None = None,
+    ports: tuple[int, int] | None = None,
 ) -> Iterator[Cluster]:
-    """Start `pdserve up`, wait until it is ready, and stop it by SIGTERM; nothing may be left behind."""
+    """Start `pdserve up`, wait until it is ready, and stop it by SIGTERM; nothing may be left behind.
+
+    `ports` are of HTTP and gRPC, by default free ones.
+    """
     with tempfile.TemporaryDirectory(prefix="pdserve-test-") as folder:
         command = _command(Path(folder), model, options, prefill, decode, config)
         log_path = Path(folder) / "up.log"
-        http_port, grpc_port = free_port(), free_port()
+        http_port, grpc_port = ports or (free_port(), free_port())
         command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         with log_path.open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)

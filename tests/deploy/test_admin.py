@@ -11,6 +11,11 @@ import pytest
 from deploy.admin import AdminClient, AdminFailed, Unhealthy, wait_for_sizes
 from deploy.commands import run_drain, run_scale, show_status
 
+ROUTER = {
+    "router_id": "router-a", "is_ready": True, "pid": 9, "http_url": "http://127.0.0.1:8000",
+    "grpc_address": "127.0.0.1:50051", "num_running": 4, "num_queued": 3,
+}  # fmt: skip
+
 
 class ScriptedRouter:
     """A cluster that does at each look what it was asked for before."""
@@ -42,7 +47,7 @@ class ScriptedRouter:
         workers = [self._worker(role, idx) for role, size in self.sizes.items() for idx in range(size)]
         if not self.is_stuck:
             self.sizes = dict(self.wanted)
-        return {"workers": workers, "num_queued": 3, "num_running": 4}
+        return {"workers": workers, "num_queued": 3, "num_running": 4, "routers": [ROUTER]}
 
     def _worker(self, role: str, idx: int) -> dict[str, Any]:
         return {"worker_id": f"{role}-{idx}", "incarnation": self.incarnation, "role": role, "state": "ready"}
@@ -125,7 +130,7 @@ def test_status_tells_healthy_from_unhealthy(
     assert show_status(url, as_json=False) == 0
     text = capsys.readouterr().out
     assert "prefill: 1 ready; decode: 1 ready" in text
-    assert "queued in the router: 3, running: 4" in text
+    assert "router-a  ready    9  http://127.0.0.1:8000  127.0.0.1:50051        4       3" in text
     router.is_ready = False
     assert show_status(url, as_json=False) == 3
     assert "not ready: no decode worker" in capsys.readouterr().out

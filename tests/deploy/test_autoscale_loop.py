@@ -26,6 +26,11 @@ def worker(role: str, state: str = "ready", **load: float) -> dict[str, Any]:
     return {"role": role, "state": state, **idle, "prefill_tokens_per_s": 0.0, **load}
 
 
+def queued(*lengths: int) -> list[dict[str, int]]:
+    """The routers of a cluster, by their queues."""
+    return [{"num_queued": length} for length in lengths]
+
+
 class ScriptedClient(AdminClient):
     """A router that says what the test wants; None = it is away."""
 
@@ -49,7 +54,9 @@ class Rig:
     def __init__(self, redis_url: str, namespace: str) -> None:
         self.store, self.client = PoolStore(redis_url, namespace), ScriptedClient()
         self.reports: list[str] = []
-        self.loop = AutoscaleLoop(SETTINGS, self.client, lambda who, what: self.reports.append(f"{who}: {what}"))
+        away = ScriptedClient()
+        routers = [away, self.client]
+        self.loop = AutoscaleLoop(SETTINGS, routers, lambda who, what: self.reports.append(f"{who}: {what}"))
 
     async def until_desired(self, role: str, size: int) -> None:
         async def is_so() -> bool:
@@ -83,7 +90,7 @@ async def test_a_loaded_pool_gets_another_size_and_the_reason_is_told(
 ) -> None:
     async with running(box, "loaded", monkeypatch) as rig:
         await rig.store.announce({"prefill": 1, "decode": 1}, {})
-        rig.client.answer = {"workers": [worker("prefill"), worker("decode", running=8)], "num_queued": 5}
+        rig.client.answer = {"workers": [worker("prefill"), worker("decode", running=8)], "routers": queued(2, 3)}
         await rig.until_desired("decode", 2)
         assert await rig.store.get_desired() == {"prefill": 1, "decode": 2}
         assert rig.reports[0].startswith("autoscaler: decode 1 -> 2: for 0 s at least: 13 sequences, 5 of them queued")
@@ -97,7 +104,7 @@ async def test_a_router_or_a_controller_that_is_away_changes_nothing_and_is_told
 ) -> None:
     async with running(box, "away", monkeypatch) as rig:
         await rig.until_problem("nothing answers")
-        rig.client.answer = {"workers": [worker("decode", running=8)], "num_queued": 50}
+        rig.client.answer = {"workers": [worker("decode", running=8)], "routers": queued(50)}
         await rig.until_problem("the pool sizes cannot be read")
         assert await rig.store.get_desired() is None
         await rig.store.announce({"prefill": 1, "decode": 1}, {})
@@ -105,9 +112,9 @@ async def test_a_router_or_a_controller_that_is_away_changes_nothing_and_is_told
         assert rig.reports
 
 
-def test_the_load_is_that_of_ready_workers_and_the_routers_queue_is_decodes() -> None:
+def test_the_load_is_that_of_ready_workers_and_the_queues_of_all_routers_are_decodes() -> None:
     loaded = worker("decode", running=2, waiting=1, kv_blocks_used=30, kv_blocks_held=10, step_s=0.02)
-    state = {"workers": [loaded, worker("decode", "draining"), worker("prefill")], "num_queued": 7}
+    state = {"workers": [loaded, worker("decode", "draining"), worker("prefill")], "routers": queued(4, 0, 3)}
     load = pool_load(state, Role.DECODE, 4)
     assert (load.size, load.num_queued) == (4, 7)
     assert load.workers == (WorkerLoad(2, 1, 0, 40, 100, 8, 0.0, 0.02),)

@@ -83,7 +83,20 @@ def test_top_shows_latencies_pools_transfers_and_requests(page: Served, capsys: 
 
 def test_top_as_json_is_a_snapshot(page: Served, capsys: pytest.CaptureFixture[str]) -> None:
     watch(page.rig.url, once=True, as_json=True)
-    assert set(json.loads(capsys.readouterr().out)) == {"router", "state", "pools", "recent", "requests"}
+    assert set(json.loads(capsys.readouterr().out)) == {
+        *("router", "routers", "state", "pools", "recent", "requests"),
+    }
+
+
+def test_top_names_the_routers_when_there_are_several(page: Served) -> None:
+    snapshot = next(AdminClient(page.rig.url).snapshots())
+    assert "router-a" in shown(snapshot)
+    assert "asked here" not in shown(snapshot)
+    other = {**snapshot["routers"][0], "router_id": "[bold]b", "is_ready": False, "num_running": 3, "num_queued": 2}
+    snapshot["routers"].append(other)
+    lines = shown(snapshot).splitlines()
+    assert any("router-a" in line and "asked here" in line for line in lines)
+    assert any("[bold]b" in line and "not ready" in line and "3 running 2 queued" in line for line in lines)
 
 
 def test_snapshots_go_on_and_end_with_a_sentence(page: Served) -> None:

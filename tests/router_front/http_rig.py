@@ -16,6 +16,7 @@ from router.http_admin import AdminHooks
 from router.http_generation import HttpSettings
 from router.http_server import build_app
 from router.listening import HttpServer, bind
+from router.roll import RouterReport
 from router.served_model import ServedModel
 from router.tokenizer import PromptTokenizer
 from router.validation import Validator
@@ -94,10 +95,18 @@ async def http_rig(
     async def pool_status() -> dict[str, object]:
         return {"decode": {"desired": 2}}
 
-    hooks = AdminHooks(lambda: b"pdserve_requests_running 0\n", "0.1.0", scale, pool_status)
-    server = HttpServer(build_app(frontend, settings, hooks), bind("127.0.0.1", 0, "--http-port"))
+    listener = bind("127.0.0.1", 0, "--http-port")
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    def routers() -> list[RouterReport]:
+        state = service.state()
+        me = RouterReport("router-a", url, "127.0.0.1:50051", 11, True, state.num_running, state.num_queued)
+        return [me, *service.other_routers]
+
+    exposition = b"pdserve_requests_running 0\n"
+    hooks = AdminHooks(lambda: exposition, "0.1.0", scale, pool_status, routers, "router-a")
+    server = HttpServer(build_app(frontend, settings, hooks), listener)
     serving = asyncio.ensure_future(server.serve())
-    url = f"http://127.0.0.1:{server.port}"
     # No TLS here, and reading the certificates of a client's default takes longer than a test.
     async with httpx.AsyncClient(base_url=url, timeout=10, verify=False) as client:
         rig = HttpRig(url, server.port, frontend, client, scaled, server)

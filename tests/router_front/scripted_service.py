@@ -11,6 +11,7 @@ from common.messages import Role, WorkerState
 from common.request import FinishReason, SampledToken, TokenEvent
 from router.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, RequestTimings, Tokens
 from router.recent import RecentView, TransferRate
+from router.roll import RouterReport
 from router.service_protocol import ClusterState, JsonObject, Readiness, WorkerView
 
 TIMINGS = RequestTimings(
@@ -91,6 +92,7 @@ class ScriptedService:
     stopped: list[tuple[RequestId, int]] = field(default_factory=list)
     drained: list[tuple[str, float]] = field(default_factory=list)
     seen: RecentView = field(default_factory=lambda: RECENT)
+    other_routers: tuple[RouterReport, ...] = ()
     _cancellations: dict[RequestId, asyncio.Event] = field(default_factory=dict)
 
     async def submit(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:

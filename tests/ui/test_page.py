@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.messages import Role
+from router.roll import RouterReport
 from tests.ui.browser import ENTER, SPACE, TAB, Browser
 from tests.ui.page_service import HOSTILE_ID, LONG_ID, Served, served, worker
 
@@ -49,10 +50,24 @@ def test_topology_shows_every_worker_and_wider_edges_for_faster_transfers(tab: B
     widths = tab.script(
         "return [...document.querySelectorAll('.transfer path')].map(p => +p.getAttribute('stroke-width'))"
     )
-    assert names == ["router", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    assert names == ["router-a", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
     assert widths == sorted(widths, reverse=True)
     assert widths[0] > 2 * widths[2] > 2 * widths[3]
     assert "480 MB/s" in tab.script("return document.querySelector('#topology').textContent")
+
+
+def test_several_routers_are_shown_with_their_loads_and_the_tiles_add_them_up(tab: Browser, page: Served) -> None:
+    other = RouterReport("router-b", "http://10.0.0.2:8000", "10.0.0.2:50051", 12, True, 100, 7)
+    page.service.other_routers = (other,)
+    tab.wait("return document.querySelectorAll('.node.router').length === 2")
+    shown = tab.script("return [...document.querySelectorAll('.node.router .what')].map(t => t.textContent)")
+    here = tab.script("return [...document.querySelectorAll('.node.here .name')].map(t => t.textContent)")
+    tiles = tab.text("#tiles")
+    page.service.other_routers = ()
+    assert (shown, here) == (["21 running, 4 queued", "100 running, 7 queued"], ["router-a"])
+    assert "121" in tiles
+    assert "Latencies, rates, transfers" in tab.text("#topology")
+    tab.wait("return document.querySelectorAll('.node.router').length === 1")
 
 
 def test_block_bars_have_the_proportions_of_the_blocks(tab: Browser) -> None:

@@ -1,0 +1,101 @@
+"""Which routers serve this cluster, and how loaded they are: each announces itself in Redis and reads the others.
+
+Owns this router's announcement. Nothing of a request depends on it: routers share workers, index and registry and
+need not know each other. People, and the autoscaler that looks through one of them, see the load of all.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from urllib.parse import urlsplit
+
+from common.leased_reports import LeasedReports
+from common.prefix_index.client import wait_for_event
+
+INTERVAL_S = 1.0
+LEASE_S = 4.0
+_ANY_ADDRESS = frozenset({"0.0.0.0", "::", ""})
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    """A router as the others see it. The field names are those of `/admin/v1/state`."""
+
+    router_id: str
+    http_url: str
+    grpc_address: str
+    pid: int
+    is_ready: bool = False
+    num_running: int = 0
+    num_queued: int = 0
+
+
+# (is ready, running, queued) of this router now.
+Load = Callable[[], tuple[bool, int, int]]
+
+
+class Roll:
+    """`run` it while the router serves; `routers` is what it knows. All in one event loop."""
+
+    def __init__(self, reports: LeasedReports, me: RouterReport, load: Load) -> None:
+        self._reports = reports
+        self._me = me
+        self._load = load
+        self._others: tuple[RouterReport, ...] = ()
+        self._is_closing = asyncio.Event()
+
+    def routers(self) -> tuple[RouterReport, ...]:
+        """This router as it is now and the others as they last said, by name."""
+        return tuple(sorted((self._report(), *self._others), key=lambda router: router.router_id))
+
+    async def run(self) -> None:
+        """Announce and look, until `stop`. Without Redis nothing is known of the others."""
+        while not self._is_closing.is_set():
+            await self._reports.announce(self._me.router_id, asdict(self._report()))
+            found = await self._reports.live() or {}
+            reports = (_parsed(name, report) for name, report in found.items() if name != self._me.router_id)
+            self._others = tuple(report for report in reports if report is not None)
+            await wait_for_event(self._is_closing, INTERVAL_S)
+        await self._reports.withdraw(self._me.router_id)
+
+    def stop(self) -> None:
+        """Have `run` return. Not by cancelling: asyncio.wait_for in redis-py may swallow that (Python 3.11)."""
+        self._is_closing.set()
+
+    def _report(self) -> RouterReport:
+        is_ready, num_running, num_queued = self._load()
+        return replace(self._me, is_ready=is_ready, num_running=num_running, num_queued=num_queued)
+
+
+def own_report(router_id: str, host: str, http_port: int, grpc_port: int, redis_url: str) -> RouterReport:
+    """What does not change of this router. Listening on every address, it names the one that Redis is reached from."""
+    name = _address_towards(redis_url) if host in _ANY_ADDRESS else host
+    shown = f"[{name}]" if ":" in name else name
+    return RouterReport(router_id, f"http://{shown}:{http_port}", f"{shown}:{grpc_port}", os.getpid())
+
+
+def _address_towards(redis_url: str) -> str:
+    """Of this host, for whoever shares the Redis. Sends nothing: connecting a datagram socket only picks a route."""
+    parts = urlsplit(redis_url)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]
+        with closing(socket.socket(family, kind)) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+
+
+def _parsed(name: str, report: Mapping[str, object]) -> RouterReport | None:
+    """None for anything that no router of ours writes."""
+    try:
+        parsed = RouterReport(**report)  # type: ignore[arg-type]  # checked below
+    except TypeError:
+        return None
+    texts = (parsed.router_id, parsed.http_url, parsed.grpc_address)
+    numbers = (parsed.pid, parsed.num_running, parsed.num_queued, parsed.is_ready)
+    is_ours = all(isinstance(text, str) for text in texts) and all(isinstance(number, int) for number in numbers)
+    return parsed if is_ours and parsed.router_id == name else None

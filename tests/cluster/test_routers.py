@@ -1,0 +1,71 @@
+"""Several routers before the same workers: each knows all, and one that dies takes nothing of the others with it."""
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+
+import httpx
+
+from tests.cluster.cluster import Cluster, running_cluster
+from tests.cluster.load import Case, random_cases, run_all, stream, wrong
+
+DISAGGREGATED = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
+
+
+async def test_two_routers_share_the_workers_and_one_that_is_killed_is_missed_by_its_own_clients_alone(
+    tiny_model: Path,
+) -> None:
+    """1. `up --routers 2`: status and scale through the second; 2. load on the second, a long stream on the first;
+    3. kill -9 the first; 4. the second's answers are exact, the first's blocks come back, and it is started again."""
+    with running_cluster(tiny_model, "--routers", "2", *DISAGGREGATED, ports=following_ports()) as cluster:
+        second = Cluster(cluster.process, cluster.http_port + 1, cluster.grpc_port + 1, cluster.log_path)
+        routers = await asyncio.to_thread(second_sees_both, second)
+        assert {router["http_url"] for router in routers} == {cluster.url, second.url}
+        scaled = await asyncio.to_thread(second.cli, "scale", "decode=2")
+        assert scaled.returncode == 0, scaled.stderr
+        status = await asyncio.to_thread(second.cli, "status")
+        assert all(router["router_id"] in status.stdout for router in routers)
+        victim = next(router for router in routers if router["http_url"] == cluster.url)
+        cases = random_cases(40, seed=61, max_tokens=100)
+        long = Case(tuple(range(3, 103)), seed=5, max_tokens=400)
+        async with httpx.AsyncClient(timeout=60) as client:
+            lost = asyncio.create_task(stream(client, cluster.url, "tiny", long))
+            load = asyncio.create_task(run_all(second.url, "tiny", cases, at_once=8))
+            await asyncio.to_thread(until_running, cluster)
+            os.kill(victim["pid"], signal.SIGKILL)
+            broken = (await asyncio.gather(lost, return_exceptions=True))[0]
+        assert isinstance(broken, httpx.HTTPError | AssertionError)
+        assert wrong(tiny_model, cases, await load) == []
+        await asyncio.to_thread(second.audit)
+        routers = await asyncio.to_thread(second_sees_both, second)
+        assert victim["pid"] not in [router["pid"] for router in routers]
+
+
+def second_sees_both(second: Cluster) -> list[dict[str, str | int]]:
+    """The routers, once both are ready."""
+    return second.wait_for(lambda state: state["routers"], lambda routers: sum(r["is_ready"] for r in routers) == 2)
+
+
+def until_running(cluster: Cluster) -> None:
+    cluster.wait_for(lambda state: state["num_running"], bool)
+
+
+def following_ports() -> tuple[int, int]:
+    """(HTTP, gRPC) such that the next port of each is free, too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second, socket.socket() as third, socket.socket() as fourth:
+            try:
+                http = _bind(first, 0)
+                _bind(second, http + 1)
+                grpc = _bind(third, 0)
+                _bind(fourth, grpc + 1)
+            except (OSError, OverflowError):
+                continue
+            return http, grpc
+
+
+def _bind(probe: socket.socket, port: int) -> int:
+    probe.bind(("127.0.0.1", port))
+    return int(probe.getsockname()[1])

@@ -1,0 +1,127 @@
+"""The roll: every router sees the load of all, and one that goes is forgotten."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+
+import pytest
+
+from common.config import ClusterConfig, RouterConfig
+from common.leased_reports import LeasedReports
+from router.roll import Roll, RouterReport, own_report
+from tests.redis_box import RedisBox, binaries, redis_box
+from tests.waiting import until
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisBox]:
+    with redis_box(binaries()[0], tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.roll.INTERVAL_S", 0.02)
+
+
+class Rig:
+    """One router's roll and its load."""
+
+    def __init__(self, reports: LeasedReports, name: str) -> None:
+        self.load = (True, 0, 0)
+        self.roll = Roll(reports, own_report(name, "127.0.0.1", 8000, 50051, ""), lambda: self.load)
+
+    async def sees(self, *names: str) -> None:
+        """Return when it knows these routers and no other."""
+
+        async def is_so() -> bool:
+            return set(self.seen()) == set(names)
+
+        await until(is_so)
+
+    def seen(self) -> dict[str, tuple[bool, int, int]]:
+        return {r.router_id: (r.is_ready, r.num_running, r.num_queued) for r in self.roll.routers()}
+
+
+@asynccontextmanager
+async def on_the_roll(box: RedisBox, namespace: str, name: str) -> AsyncIterator[Rig]:
+    reports = LeasedReports(box.url, namespace, "router", 60.0)
+    rig = Rig(reports, name)
+    running = asyncio.create_task(rig.roll.run())
+    try:
+        yield rig
+    finally:
+        rig.roll.stop()
+        await running
+        await reports.close()
+
+
+async def test_each_router_sees_the_load_of_all_and_its_own_without_delay(box: RedisBox) -> None:
+    async with on_the_roll(box, "two", "b") as b, on_the_roll(box, "two", "a") as a:
+        b.load = (False, 3, 5)
+
+        async def sees_load() -> bool:
+            return a.seen() == {"a": (True, 0, 0), "b": (False, 3, 5)}
+
+        await until(sees_load)
+        a.load = (True, 1, 2)
+        assert a.seen()["a"] == (True, 1, 2)
+
+        async def both_see_it() -> bool:
+            return b.seen() == a.seen()
+
+        await until(both_see_it)
+
+
+async def test_a_router_that_stops_is_forgotten_at_once(box: RedisBox) -> None:
+    async with on_the_roll(box, "stop", "a") as a:
+        async with on_the_roll(box, "stop", "b"):
+            await a.sees("a", "b")
+        await a.sees("a")
+
+
+async def test_without_redis_a_router_knows_itself_alone() -> None:
+    reports = LeasedReports("redis://127.0.0.1:9", "away", "router", 1.0)
+    rig = Rig(reports, "a")
+    running = asyncio.create_task(rig.roll.run())
+    await asyncio.sleep(0)
+    assert rig.seen() == {"a": (True, 0, 0)}
+    rig.roll.stop()
+    await running
+    await reports.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"router_id": "another"}, {"num_queued": "many"}, {"http_url": 5}, {"extra": 1}, {"is_ready": None}, {"pid": []}],
+)
+async def test_reports_of_nobody_are_left_out(box: RedisBox, change: dict[str, object]) -> None:
+    strange = LeasedReports(box.url, "strange", "router", 60.0)
+    report = asdict(RouterReport("x", "http://127.0.0.1:1", "127.0.0.1:2", 1))
+    await strange.announce("x", {**report, **change})
+    await strange.announce("y", {**report, "router_id": "y"})
+    async with on_the_roll(box, "strange", "a") as a:
+        await a.sees("a", "y")
+    await strange.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("10.1.2.3", "http://10.1.2.3:80"), ("::1", "http://[::1]:80"), ("0.0.0.0", "http://127.0.0.1:80")],
+)
+def test_the_address_shown_is_one_that_others_can_use(host: str, url: str) -> None:
+    report = own_report("a", host, 80, 90, "redis://:secret@127.0.0.1:6379/0")
+    assert (report.http_url, report.pid) == (url, os.getpid())
+    assert report.grpc_address == url.removeprefix("http://").replace(":80", ":90")
+
+
+def test_a_router_without_a_name_has_one_of_its_own() -> None:
+    config = ClusterConfig()
+    names = {config.router_config().router_id for _ in range(50)} | {RouterConfig(model=config.model).router_id}
+    assert len(names) == 51
+    named = ClusterConfig.model_validate({"router": {"router_id": "pod-3"}})
+    assert named.router_config().router_id == "pod-3"
+    with pytest.raises(ValueError, match="router_id"):
+        ClusterConfig.model_validate({"router": {"router_id": "a b"}})
