@@ -1,5 +1,9 @@
-"""`make explore`: more than the tests explore. Prints what was visited; exits 1 with the shortest story."""
+"""`make explore`: more than the tests explore. Prints what was visited; exits 1 with the shortest story.
 
+Arguments choose worlds by a part of their names: `python -m tests.simkit.deep_exploration "session breaks"`.
+"""
+
+import sys
 import time
 from typing import Any
 
@@ -12,7 +16,10 @@ MAX_STATES = 1_000_000
 def main() -> int:
     handoffs: dict[str, Any] = {f"handoff: {name}": setting for name, setting in handoff_worlds.DEEP_WORLDS.items()}
     clusters: dict[str, Any] = {f"cluster: {name}": setting for name, setting in cluster_worlds.DEEP_WORLDS.items()}
+    chosen = sys.argv[1:] or [""]
     for name, setting in {**clusters, **handoffs}.items():
+        if not any(part in name for part in chosen):
+            continue
         started_s = time.monotonic()
         try:
             result = setting.explore(MAX_STATES)
