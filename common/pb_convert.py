@@ -65,7 +65,7 @@ def router_message_from_pb(request: pb.ConnectRequest) -> RouterMessage:
             return Cancel(attempt_id_from_pb(request.cancel.attempt_id), tuple(request.cancel.choices))
         case "drain":
             return Drain(request.drain.grace_s)
-        case None:
+        case "batch" | None:
             raise PeerError("a router sent a message of no known kind")
         case _:
             assert_never(kind)
@@ -118,7 +118,7 @@ def _worker_message_from_pb(response: pb.ConnectResponse) -> WorkerMessage:
             return _report_from_pb(response.handoff_report)
         case "hello":
             return _info_from_pb(response.hello)
-        case None:
+        case "batch" | None:
             raise PeerError("a worker sent a message of no known kind")
         case _:
             return _ending_from_pb(response)

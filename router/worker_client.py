@@ -16,6 +16,7 @@ from common.grpc_options import channel_options
 from common.ids import RouterId
 from common.messages import RouterHello, RouterMessage, WorkerInfo
 from common.pb import worker_pb2_grpc
+from common.pb_batch import router_messages_to_pb, take_batch, worker_messages_from_pb
 from common.pb_convert import router_message_to_pb, worker_message_from_pb
 from common.prefix_index.protocol import Registration
 from common.telemetry.logs import get_logger
@@ -136,11 +137,12 @@ class WorkerClient:
 
     async def _read(self, call: Call) -> None:
         while (response := await call.read()) is not grpc.aio.EOF:
-            self._post(WorkerMessageReceived(self.registration.ref, worker_message_from_pb(response)))
+            for message in worker_messages_from_pb(response):
+                self._post(WorkerMessageReceived(self.registration.ref, message))
 
     async def _write(self, call: Call) -> None:
         while True:
-            await call.write(router_message_to_pb(await self._queue.get()))
+            await call.write(router_messages_to_pb(await take_batch(self._queue)))
 
 
 def _reason(error: BaseException) -> str:

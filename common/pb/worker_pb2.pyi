@@ -130,6 +130,7 @@ class ConnectRequest(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello: ...
     @_builtins.property
@@ -140,6 +141,8 @@ class ConnectRequest(_message.Message):
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def drain(self) -> Global___Drain: ...
+    @_builtins.property
+    def batch(self) -> Global___RouterMessages: ...
     def __init__(
         self,
         *,
@@ -148,16 +151,39 @@ class ConnectRequest(_message.Message):
         prefill: Global___Prefill | None = ...,
         cancel: Global___Cancel | None = ...,
         drain: Global___Drain | None = ...,
+        batch: Global___RouterMessages | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "hello", b"hello", "message", b"message", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cancel", b"cancel", "drain", b"drain", "hello", b"hello", "message", b"message", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "hello", b"hello", "message", b"message", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cancel", b"cancel", "drain", b"drain", "hello", b"hello", "message", b"message", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "cancel", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "cancel", "drain", "batch"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ConnectRequest: _TypeAlias = ConnectRequest  # noqa: Y015
+
+@_typing.final
+class RouterMessages(_message.Message):
+    """Several messages in order. Never nested."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConnectRequest]: ...
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[Global___ConnectRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterMessages: _TypeAlias = RouterMessages  # noqa: Y015
 
 @_typing.final
 class ConnectResponse(_message.Message):
@@ -172,6 +198,7 @@ class ConnectResponse(_message.Message):
     ATTEMPT_FAILED_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     HANDOFF_REPORT_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -190,6 +217,8 @@ class ConnectResponse(_message.Message):
     def stats(self) -> Global___WorkerStats: ...
     @_builtins.property
     def handoff_report(self) -> Global___HandoffReport: ...
+    @_builtins.property
+    def batch(self) -> Global___WorkerMessages: ...
     def __init__(
         self,
         *,
@@ -202,16 +231,39 @@ class ConnectResponse(_message.Message):
         attempt_failed: Global___AttemptFailed | None = ...,
         stats: Global___WorkerStats | None = ...,
         handoff_report: Global___HandoffReport | None = ...,
+        batch: Global___WorkerMessages | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_failed", b"attempt_failed", "first_tokens", b"first_tokens", "granted", b"granted", "handoff_report", b"handoff_report", "hello", b"hello", "message", b"message", "refused", b"refused", "stats", b"stats", "token_batch", b"token_batch", "transfer_failed", b"transfer_failed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_failed", b"attempt_failed", "batch", b"batch", "first_tokens", b"first_tokens", "granted", b"granted", "handoff_report", b"handoff_report", "hello", b"hello", "message", b"message", "refused", b"refused", "stats", b"stats", "token_batch", b"token_batch", "transfer_failed", b"transfer_failed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_failed", b"attempt_failed", "first_tokens", b"first_tokens", "granted", b"granted", "handoff_report", b"handoff_report", "hello", b"hello", "message", b"message", "refused", b"refused", "stats", b"stats", "token_batch", b"token_batch", "transfer_failed", b"transfer_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_failed", b"attempt_failed", "batch", b"batch", "first_tokens", b"first_tokens", "granted", b"granted", "handoff_report", b"handoff_report", "hello", b"hello", "message", b"message", "refused", b"refused", "stats", b"stats", "token_batch", b"token_batch", "transfer_failed", b"transfer_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "granted", "refused", "first_tokens", "token_batch", "transfer_failed", "attempt_failed", "stats", "handoff_report"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "granted", "refused", "first_tokens", "token_batch", "transfer_failed", "attempt_failed", "stats", "handoff_report", "batch"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ConnectResponse: _TypeAlias = ConnectResponse  # noqa: Y015
+
+@_typing.final
+class WorkerMessages(_message.Message):
+    """Several messages in order. Never nested."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConnectResponse]: ...
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[Global___ConnectResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerMessages: _TypeAlias = WorkerMessages  # noqa: Y015
 
 @_typing.final
 class RouterHello(_message.Message):

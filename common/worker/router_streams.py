@@ -13,7 +13,8 @@ from common.errors import PeerError
 from common.ids import RouterId
 from common.messages import Cancel, Drain, Prefill, Reserve, RouterHello, WorkerInfo, WorkerMessage
 from common.pb import worker_pb2, worker_pb2_grpc
-from common.pb_convert import router_message_from_pb, worker_message_to_pb
+from common.pb_batch import router_messages_from_pb, take_batch, worker_messages_to_pb
+from common.pb_convert import router_message_from_pb
 from common.telemetry.logs import get_logger
 from common.worker.audit import Audit, audit_to_pb
 
@@ -68,13 +69,18 @@ class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
         if (old := self._queues.get(router_id)) is not None:
             self._end(router_id, old)
         queue: asyncio.Queue[WorkerMessage | None] = asyncio.Queue()
-        queue.put_nowait(self._info)
         self._queues[router_id] = queue
         reader = asyncio.create_task(self._read(router_id, request_iterator, queue))
         get_logger().info("router_connected", router_id=router_id)
         try:
-            while (message := await queue.get()) is not None:
-                yield worker_message_to_pb(message)
+            yield worker_messages_to_pb([self._info])
+            is_open = True
+            while is_open:
+                queued = await take_batch(queue)
+                is_open = None not in queued
+                messages = [message for message in queued if message is not None]
+                if messages:
+                    yield worker_messages_to_pb(messages)
         finally:
             reader.cancel()
             self._end(router_id, queue)
@@ -109,11 +115,12 @@ class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         try:
             async for request in requests:
-                message = router_message_from_pb(request)
+                messages = router_messages_from_pb(request)
                 if self._queues.get(router_id) is not queue:
                     return  # what was buffered when the router connected again belongs to a lease that has ended
-                if isinstance(message, Reserve | Prefill | Cancel | Drain):
-                    self._on_message(router_id, message)
+                for message in messages:
+                    if isinstance(message, Reserve | Prefill | Cancel | Drain):
+                        self._on_message(router_id, message)
         except PeerError as error:
             get_logger().warning("router_message_invalid", router_id=router_id, reason=str(error))
         finally:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from common.messages import (
     RouterHello,
     RouterMessage,
     TokenBatch,
+    WorkerMessage,
 )
 from common.pb import worker_pb2_grpc
-from common.pb_convert import router_message_to_pb, worker_message_from_pb
+from common.pb_batch import worker_messages_from_pb
+from common.pb_convert import router_message_to_pb
 from common.request import SamplingParams, Work
 
 
@@ -84,7 +87,7 @@ class HttpClient:
 class DirectClient:
     """Asks the workers as the router does, without a router: what the answer costs by itself."""
 
-    def __init__(self, prefill: Any, decode: Any, decode_address: str) -> None:
+    def __init__(self, prefill: "_Stream", decode: "_Stream", decode_address: str) -> None:
         self._prefill = prefill
         self._decode = decode
         self._decode_address = decode_address
@@ -96,14 +99,14 @@ class DirectClient:
         self._num_requests += 1
         attempt_id = AttemptId(RequestId(f"direct-{self._num_requests}"), 0)
         work = Work(attempt_id, token_ids, len(token_ids), SamplingParams(seed=1, max_tokens=max_tokens), (0,))
-        await self._decode.write(router_message_to_pb(Reserve(work, 0)))
-        await _until(self._decode, Granted)
+        await self._decode.write(Reserve(work, 0))
+        await self._decode.until(Granted)
         prefill = Prefill(work, 0, WorkerRef("decode-0", "x"), self._decode_address, 0)
-        await self._prefill.write(router_message_to_pb(prefill))
-        await _until(self._prefill, FirstTokens)
+        await self._prefill.write(prefill)
+        await self._prefill.until(FirstTokens)
         first_s = time.perf_counter() - started_s
         while max_tokens > 1:
-            batch = await _until(self._decode, TokenBatch)
+            batch = await self._decode.until(TokenBatch)
             if any(_ends(attempt, attempt_id) for attempt in batch.attempts):
                 break
         return Latency(first_s, time.perf_counter() - started_s)
@@ -116,19 +119,34 @@ async def direct_client(addresses: dict[str, str]) -> AsyncIterator[DirectClient
         grpc.aio.insecure_channel(addresses["prefill"], options=channel_options()) as prefill_channel,
         grpc.aio.insecure_channel(addresses["decode"], options=channel_options()) as decode_channel,
     ):
-        calls = [worker_pb2_grpc.WorkerServiceStub(channel).Connect() for channel in (prefill_channel, decode_channel)]
-        hello: RouterMessage = RouterHello(RouterId("direct"))
-        for call in calls:
-            await call.write(router_message_to_pb(hello))
-        yield DirectClient(calls[0], calls[1], addresses["decode"])
-        for call in calls:
-            call.cancel()
+        streams = [_Stream(worker_pb2_grpc.WorkerServiceStub(channel)) for channel in (prefill_channel, decode_channel)]
+        for stream in streams:
+            await stream.write(RouterHello(RouterId("direct")))
+        yield DirectClient(streams[0], streams[1], addresses["decode"])
+        for stream in streams:
+            stream.close()
 
 
-async def _until(call: Any, kind: type) -> Any:
-    while not isinstance(message := worker_message_from_pb(await call.read()), kind):
-        pass
-    return message
+class _Stream:
+    """To one worker."""
+
+    def __init__(self, stub: Any) -> None:
+        self._call = stub.Connect()
+        self._received: deque[WorkerMessage] = deque()
+
+    async def write(self, message: RouterMessage) -> None:
+        await self._call.write(router_message_to_pb(message))
+
+    async def until(self, kind: type) -> Any:
+        """The next message of a kind; others before it are dropped."""
+        while True:
+            while self._received:
+                if isinstance(message := self._received.popleft(), kind):
+                    return message
+            self._received.extend(worker_messages_from_pb(await self._call.read()))
+
+    def close(self) -> None:
+        self._call.cancel()
 
 
 def _ends(attempt: AttemptTokens, attempt_id: AttemptId) -> bool:

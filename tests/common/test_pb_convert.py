@@ -5,7 +5,7 @@ import typing
 
 import pytest
 
-from common import pb_convert
+from common import pb_batch, pb_convert
 from common.errors import PeerError
 from common.ids import AttemptId, RequestId, RouterId, WorkerRef
 from common.messages import (
@@ -153,3 +153,21 @@ def test_message_of_no_known_kind_is_the_peers_error() -> None:
 def test_unknown_state_is_the_peers_error() -> None:
     with pytest.raises(PeerError, match="dancing"):
         pb_convert.worker_message_from_pb(pb.ConnectResponse(stats=pb.WorkerStats(state="dancing")))
+
+
+def test_batches_keep_their_messages_in_order() -> None:
+    for messages in (ROUTER_MESSAGES[:1], ROUTER_MESSAGES):
+        encoded = pb_batch.router_messages_to_pb(messages).SerializeToString()
+        assert pb_batch.router_messages_from_pb(pb.ConnectRequest.FromString(encoded)) == messages
+    for answers in (WORKER_MESSAGES[:1], WORKER_MESSAGES):
+        encoded = pb_batch.worker_messages_to_pb(answers).SerializeToString()
+        assert pb_batch.worker_messages_from_pb(pb.ConnectResponse.FromString(encoded)) == answers
+
+
+def test_a_batch_within_a_batch_is_refused() -> None:
+    inner = pb_batch.router_messages_to_pb(ROUTER_MESSAGES)
+    with pytest.raises(PeerError, match="no known kind"):
+        pb_batch.router_messages_from_pb(pb.ConnectRequest(batch=pb.RouterMessages(messages=[inner])))
+    answer = pb_batch.worker_messages_to_pb(WORKER_MESSAGES)
+    with pytest.raises(PeerError, match="no known kind"):
+        pb_batch.worker_messages_from_pb(pb.ConnectResponse(batch=pb.WorkerMessages(messages=[answer])))

@@ -10,8 +10,19 @@ import pytest
 from common.grpc_options import channel_options, server_options
 from common.ids import AttemptId, RequestId, RouterId, WorkerRef
 from common.kv.block_pool import PoolStats
-from common.messages import Cancel, Granted, Holding, Role, RouterHello, RouterMessage, WorkerInfo, WorkerStats
+from common.messages import (
+    Cancel,
+    Granted,
+    Holding,
+    Role,
+    RouterHello,
+    RouterMessage,
+    WorkerInfo,
+    WorkerMessage,
+    WorkerStats,
+)
 from common.pb import worker_pb2, worker_pb2_grpc
+from common.pb_batch import MAX_BATCHED, router_messages_to_pb, worker_messages_from_pb
 from common.pb_convert import router_message_to_pb, worker_message_from_pb
 from common.request import PairingInfo
 from common.worker import router_streams
@@ -42,12 +53,17 @@ class Router:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.call = worker_pb2_grpc.WorkerServiceStub(channel).Connect()
+        self.num_reads = 0
+        self._received: list[WorkerMessage] = []
 
     async def send(self, message: RouterMessage) -> None:
         await self.call.write(router_message_to_pb(message))
 
     async def receive(self) -> object:
-        return worker_message_from_pb(await asyncio.wait_for(self.call.read(), 5))
+        while not self._received:
+            self.num_reads += 1
+            self._received += worker_messages_from_pb(await asyncio.wait_for(self.call.read(), 5))
+        return self._received.pop(0)
 
 
 @asynccontextmanager
@@ -83,6 +99,30 @@ async def test_messages_pass_in_both_directions() -> None:
         assert await router.receive() == Granted(ATTEMPT, 3, is_local=False)
         recorder.streams.broadcast(WorkerStats(num_running=2))
         assert await router.receive() == WorkerStats(num_running=2)
+
+
+async def test_messages_that_wait_together_travel_together_and_in_order() -> None:
+    async with serving() as (recorder, channel):
+        router = await connected(channel)
+        asked = [Cancel(ATTEMPT, (idx,)) for idx in range(MAX_BATCHED)]
+        await router.call.write(router_messages_to_pb(asked))
+        assert [await asyncio.wait_for(recorder.messages.get(), 5) for _ in asked] == [(ROUTER, each) for each in asked]
+        answers = [Granted(ATTEMPT, idx, is_local=False) for idx in range(2 * MAX_BATCHED)]
+        num_reads = router.num_reads
+        for answer in answers:
+            recorder.streams.send(ROUTER, answer)
+        assert [await router.receive() for _ in answers] == answers
+        assert router.num_reads - num_reads <= 3
+
+
+async def test_what_is_queued_at_the_end_is_still_sent() -> None:
+    async with serving() as (recorder, channel):
+        router = await connected(channel)
+        recorder.streams.send(ROUTER, WorkerStats(num_running=1))
+        recorder.streams.send(ROUTER, WorkerStats(num_running=2))
+        recorder.streams.close()
+        assert [await router.receive() for _ in range(2)] == [WorkerStats(num_running=1), WorkerStats(num_running=2)]
+        assert await asyncio.wait_for(router.call.read(), 5) is grpc.aio.EOF
 
 
 async def test_a_router_that_leaves_is_reported_lost_once() -> None:
