@@ -2,19 +2,13 @@
 
 from collections.abc import Callable
 
-from common.config import WorkerConfig
-from common.worker.lifecycle import Surroundings, WorkerControl, run_worker
+from common.worker.lifecycle import Surroundings
 from common.worker.role import RoleShell
 from decode_worker.core import DecodeCore, DecodeLimits
 from kvtransfer.events import ReceiverEvent
 from kvtransfer.receiver import ReceiverCore
 from kvtransfer.receiver_session import ReceiverSessions
 from kvtransfer.settings import chunk_planner, session_settings
-
-
-async def serve(config: WorkerConfig, control: WorkerControl) -> None:
-    """Run a decode worker until it is drained or stopped."""
-    await run_worker(config, control, build)
 
 
 def build(around: Surroundings) -> RoleShell:

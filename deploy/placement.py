@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from common.config import ClusterConfig
 from common.messages import Role
 from deploy.ray_local import resource_name
-from deploy.worker_actor import ACTOR_CLASSES, WorkerActor
+from deploy.worker_actor import WORKER_CLASS, WorkerActor
 from deploy.worker_env import has_gpu, num_cores, num_threads_per_worker, worker_environment, worker_settings
 
 RAY_NAMESPACE = "pdserve"
@@ -50,9 +50,9 @@ class LocalPlacement:
 
     is_lasting = False
 
-    def __init__(self, config: ClusterConfig, actor_classes: Mapping[Role, str] = ACTOR_CLASSES) -> None:
+    def __init__(self, config: ClusterConfig, actor_class: str = WORKER_CLASS) -> None:
         self._config = config
-        self._actor_classes = actor_classes
+        self._actor_class = actor_class
         self._num_threads = num_threads_per_worker(config, num_cores())
 
     def create(self, role: Role, worker_id: str) -> Any:
@@ -60,7 +60,7 @@ class LocalPlacement:
         config = self._config.model_copy(update={f"{role.value}_worker": settings})
         options = {"runtime_env": {"env_vars": worker_environment(settings, has_gpu=has_gpu())}}
         worker_config = config.worker_config(role.value, worker_id).model_dump_json()
-        return _actor(role, options).remote(self._actor_classes[role], worker_config)
+        return _actor(role, options).remote(self._actor_class, worker_config)
 
     def find(self) -> list[FoundWorker]:
         return []
@@ -74,16 +74,16 @@ class ClusterPlacement:
 
     is_lasting = True
 
-    def __init__(self, config: ClusterConfig, actor_classes: Mapping[Role, str] = ACTOR_CLASSES) -> None:
+    def __init__(self, config: ClusterConfig, actor_class: str = WORKER_CLASS) -> None:
         self._config = config
-        self._actor_classes = actor_classes
+        self._actor_class = actor_class
 
     def create(self, role: Role, worker_id: str) -> Any:
         # A name of its own for every life: a dead actor's name is free only some time later.
         name = f"{self._config.namespace}/{role.value}/{worker_id}/{secrets.token_hex(4)}"
         actor = _actor(role, {"name": name, "namespace": RAY_NAMESPACE, "lifetime": "detached"})
         worker_config = self._config.worker_config(role.value, worker_id).model_dump_json()
-        return actor.remote(self._actor_classes[role], worker_config, is_fitted_to_node=True)
+        return actor.remote(self._actor_class, worker_config, is_fitted_to_node=True)
 
     def find(self) -> list[FoundWorker]:
         import ray

@@ -3,15 +3,11 @@ actors never loads torch. No decisions here.
 """
 
 import importlib
+import json
 import threading
 from typing import Any, Protocol, cast
 
-from common.messages import Role
-
-ACTOR_CLASSES = {
-    Role.PREFILL: "prefill_worker.actor:PrefillActor",
-    Role.DECODE: "decode_worker.actor:DecodeActor",
-}
+WORKER_CLASS = "deploy.roles:WorkerOfAnyRole"
 
 
 class HostedWorker(Protocol):
@@ -20,6 +16,8 @@ class HostedWorker(Protocol):
     def start(self) -> dict[str, Any]: ...
 
     def wait(self, limit_s: float) -> bool: ...
+
+    def change_role(self, config_json: str, grace_s: float) -> dict[str, Any]: ...
 
     def drain(self, grace_s: float) -> None: ...
 
@@ -33,20 +31,38 @@ class WorkerActor:
     """
 
     def __init__(self, class_name: str, config_json: str, *, is_fitted_to_node: bool = False) -> None:
-        if is_fitted_to_node:
-            from deploy.node import fit_to_node
-
-            config_json = fit_to_node(config_json)
+        self._is_fitted_to_node = is_fitted_to_node
+        config_json = self._fitted(config_json)
         module, _, name = class_name.partition(":")
         self._worker = cast(HostedWorker, getattr(importlib.import_module(module), name)(config_json))
-        self._starting = threading.Lock()
+        self._changing = threading.Lock()
         self._description: dict[str, Any] | None = None
+        self._identity = _identity_of(config_json)
+
+    def identity(self) -> dict[str, str]:
+        """`role` and `worker_id`, at once: of what it serves, or is on its way to serve."""
+        return dict(self._identity)
 
     def start(self) -> dict[str, Any]:
         """Load and serve; the worker's description once it is ready. A later controller asks again."""
-        with self._starting:
+        with self._changing:
             if self._description is None:
                 self._description = self._worker.start()
+            return self._description
+
+    def change_role(self, config_json: str, grace_s: float) -> dict[str, Any]:
+        """Drain, then serve as configured, without loading; the new description once it is ready.
+
+        A refusal or failure is raised; the identity is then what it was.
+        """
+        config_json = self._fitted(config_json)
+        with self._changing:
+            before, self._identity = self._identity, _identity_of(config_json)
+            try:
+                self._description = self._worker.change_role(config_json, grace_s)
+            except BaseException:
+                self._identity = before
+                raise
             return self._description
 
     def wait(self, limit_s: float) -> bool:
@@ -61,3 +77,15 @@ class WorkerActor:
 
     def stop(self) -> None:
         self._worker.stop()
+
+    def _fitted(self, config_json: str) -> str:
+        if not self._is_fitted_to_node:
+            return config_json
+        from deploy.node import fit_to_node
+
+        return fit_to_node(config_json)
+
+
+def _identity_of(config_json: str) -> dict[str, str]:
+    config = json.loads(config_json)
+    return {"role": config["role"], "worker_id": config["worker_id"]}

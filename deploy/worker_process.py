@@ -33,14 +33,11 @@ def run_worker(config: WorkerConfig, drain_grace_s: float = DRAIN_GRACE_S) -> No
 
 
 async def _serve(config: WorkerConfig, drain_grace_s: float) -> None:
-    from common.worker.lifecycle import WorkerControl
+    from common.worker.control import WorkerControl
+    from deploy.roles import serve
 
     control = WorkerControl(asyncio.get_running_loop(), _ignore)
     control.handle_signals(drain_grace_s)
-    if config.role == "prefill":
-        from prefill_worker.worker import serve
-    else:
-        from decode_worker.worker import serve
     await serve(config, control)
 
 

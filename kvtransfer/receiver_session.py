@@ -81,6 +81,11 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
         await asyncio.to_thread(self._shared.thread.join, JOIN_TIMEOUT_S)
         self._shared.store.close()
 
+    @property
+    def is_quiet(self) -> bool:
+        """After `close`: no block is written any more."""
+        return not self._shared.thread.is_alive
+
     async def Connect(self, request_iterator: Requests, context: Context) -> None:
         """One prefill worker's control stream, until either side ends it."""
         requests = aiter(request_iterator)

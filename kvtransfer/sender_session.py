@@ -45,6 +45,11 @@ class SenderSessions:
             session.end("this worker stops")
         await asyncio.gather(*(session.ended() for session in sessions))
 
+    @property
+    def is_quiet(self) -> bool:
+        """After `close`: no block is read any more."""
+        return not self._peers
+
     def _connect(self, effect: ConnectPeer) -> None:
         assert effect.peer not in self._peers
         self._peers[effect.peer] = SenderPeer(self._settings, self._rows, effect, self._post, self._on_ended)

@@ -18,6 +18,10 @@ class WorkThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def submit(self, job: Callable[[], None]) -> None:
         self._queue.put(job)
 

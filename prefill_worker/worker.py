@@ -1,17 +1,11 @@
 """The prefill worker: its core and its sender sessions in the common shell."""
 
-from common.config import WorkerConfig
-from common.worker.lifecycle import Surroundings, WorkerControl, run_worker
+from common.worker.lifecycle import Surroundings
 from common.worker.role import RoleShell
 from kvtransfer.sender import SenderCore
 from kvtransfer.sender_session import SenderSessions
 from kvtransfer.settings import chunk_planner, session_settings
 from prefill_worker.core import PrefillCore, PrefillLimits
-
-
-async def serve(config: WorkerConfig, control: WorkerControl) -> None:
-    """Run a prefill worker until it is drained or stopped."""
-    await run_worker(config, control, build)
 
 
 def build(around: Surroundings) -> RoleShell:

@@ -5,9 +5,12 @@ a process: model_name, role, worker. A metric with an `alias` is also exposed un
 autoscalers and dashboards in the field already query.
 """
 
+import copy
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import Metric
@@ -94,6 +97,9 @@ METRICS: tuple[Spec, ...] = (
     ),
     Spec("pdserve_preemptions", "counter", "Sequences put back for lack of blocks", alias="vllm:num_preemptions"),
     Spec("pdserve_traces_dropped", "counter", "Traces that the collector did not take"),
+    Spec("pdserve_model_loads", "counter", "Times that this process has read the model's weights"),
+    Spec("pdserve_role_changes", "counter", "Changes to another role, weights kept", ("to_role",)),
+    Spec("pdserve_role_change_seconds", "histogram", "A role change, from being asked to being ready"),
     Spec("pdserve_build_info", "gauge", "Versions, value 1", ("version",)),
 )
 
@@ -123,10 +129,19 @@ class Metrics:
         """The text that `/metrics` answers, aliases included."""
         return generate_latest(_Aliased(self._registry))
 
-    def serve(self, host: str, port: int) -> int:
-        """Answer `/metrics` on its own thread; returns the port (0 asks for a free one)."""
-        server, _ = start_http_server(port, addr=host, registry=_Aliased(self._registry))
-        return int(server.server_port)
+    def serve(self, host: str, port: int) -> "MetricsEndpoint":
+        """Answer `/metrics` on a thread of its own; port 0 asks for a free one."""
+        return MetricsEndpoint(*start_http_server(port, addr=host, registry=_Aliased(self._registry)))
+
+    def relabeled(self, role: str, worker: str) -> "Metrics":
+        """The same process in another role. Gauges start anew; what was counted stays, under the labels it was."""
+        other = copy.copy(self)
+        other._constant = {**self._constant, "role": role, "worker": worker}
+        other._children = {}
+        for metric in self._metrics.values():
+            if isinstance(metric, Gauge):
+                metric.clear()
+        return other
 
     def _create(self, spec: Spec) -> Counter | Gauge | Histogram:
         names = (*self._constant, *spec.labels)
@@ -142,6 +157,24 @@ class Metrics:
         if child is None:
             child = self._children[key] = self._metrics[name].labels(**self._constant, **labels)
         return child
+
+
+class MetricsEndpoint:
+    """A `/metrics` that is being served. Close it."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server = server
+        self._thread = thread
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
+
+    def close(self) -> None:
+        """Stop listening; returns when the thread has ended."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
 
 
 class _Aliased(CollectorRegistry):

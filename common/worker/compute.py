@@ -1,26 +1,38 @@
 """The compute thread: runs one step at a time, away from the event loop."""
 
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 from common.engine.plan import StepPlan, StepResult
 from common.engine.runner_protocol import LayerHook, Runner
+from common.errors import PdserveError
 from common.telemetry.logs import get_logger
 
 OnFinished = Callable[[StepResult], None]
 OnFailed = Callable[[int, str], None]
 
 
+class ComputeClosed(PdserveError):
+    """A step was asked for after the compute thread had been closed."""
+
+
 class ComputeThread:
-    """Owns the runner. Callbacks run in the compute thread; exactly one of them per step."""
+    """Owns the runner. Callbacks run in the compute thread; exactly one of them per step.
+
+    A daemon thread: a step that never ends does not keep the process from ending.
+    """
 
     def __init__(self, runner: Runner, on_finished: OnFinished, on_failed: OnFailed) -> None:
         self._runner = runner
         self._on_finished = on_finished
         self._on_failed = on_failed
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._steps: SimpleQueue[tuple[StepPlan, LayerHook | None] | None] = SimpleQueue()
+        self._is_closed = False
         self._started_s: float | None = None
+        self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
+        self._thread.start()
 
     @property
     def step_age_s(self) -> float:
@@ -29,12 +41,26 @@ class ComputeThread:
         return 0.0 if started_s is None else time.monotonic() - started_s
 
     def submit(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> None:
-        """Run `plan`; the core has at most one step in flight, so this never queues."""
+        """Run `plan`; the core has at most one step in flight, so this never queues. Raises ComputeClosed."""
+        if self._is_closed:
+            raise ComputeClosed(f"step {plan.step_id} came after the end of the compute thread")
         self._started_s = time.monotonic()
-        self._executor.submit(self._run, plan, layer_hook)
+        self._steps.put((plan, layer_hook))
 
     def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """End after the running step. Returns at once."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._steps.put(None)
+
+    def join(self, limit_s: float) -> bool:
+        """After `close`: True when no step runs any more, False when one still does after `limit_s`."""
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        while (step := self._steps.get()) is not None:
+            self._run(*step)
 
     def _run(self, plan: StepPlan, layer_hook: LayerHook | None) -> None:
         try:

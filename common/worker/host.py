@@ -12,13 +12,14 @@ from typing import Any
 import uvloop
 
 from common.config import WorkerConfig
-from common.worker.lifecycle import WorkerControl
+from common.worker.control import RoleChangeFailed, WorkerControl
+from common.worker.role_change import check_role_change
 
 Serve = Callable[[WorkerConfig, WorkerControl], Awaitable[None]]
 
 
 class WorkerHost:
-    """One worker in this process. `start` once, then `wait`; `drain` and `stop` from any thread."""
+    """One worker in this process. `start` once, then `wait`; the rest from any thread."""
 
     def __init__(self, config_json: str, serve: Serve) -> None:
         self._config = WorkerConfig.model_validate_json(config_json)
@@ -39,6 +40,20 @@ class WorkerHost:
         if done:
             self._ended.result()
         return bool(done)
+
+    def change_role(self, config_json: str, grace_s: float) -> dict[str, Any]:
+        """Drain this role and serve that of the new configuration without loading; what `start` says, of the new one.
+
+        Raises RoleChangeRefused, with the field's name, when the weights cannot serve it: the old role then goes on.
+        Raises RoleChangeFailed when the worker is busy with another change, or ends before it is ready.
+        """
+        config = WorkerConfig.model_validate_json(config_json)
+        check_role_change(self._config, config)
+        if self._control is None:
+            raise RoleChangeFailed("the worker has not started yet")
+        description = self._control.request_role(config, grace_s).result()
+        self._config = config
+        return description
 
     def drain(self, grace_s: float) -> None:
         """Refuse new work, finish what is there, end. Returns at once."""

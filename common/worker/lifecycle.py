@@ -1,74 +1,45 @@
-"""From loading to the last release: what a worker process does around its role.
+"""From loading to the last release: what a worker process does around its roles.
 
-Order at start: load, listen, self-test by being asked (the router's hello), then the lease; so nobody routes to
-a worker that is not ready. Order at the end: drain, lease given back, streams closed, server stopped.
+    load -> one role after another -> end
+
+The weights are loaded once. One life of a role: listen, build, self-test by being asked (the router's hello), then the
+lease, so nobody routes to a worker that is not ready; drain, lease given back, streams closed, role closed, server
+stopped. Then the process ends, or serves the next role: a new life with an incarnation and a registration of its own
+around the same weights. Whatever a failure leaves open is closed, in that order.
 """
 
 import asyncio
 import os
 import secrets
-import signal
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
 
 from common.config import WorkerConfig
-from common.engine.loading import LoadedModel, load_model
+from common.engine.loading import LoadedModel, load_model, refit
 from common.grpc_options import server_options
 from common.ids import BlockHash, RouterId, WorkerRef
 from common.kv.block_pool import BlockPool
-from common.messages import Cancel, Drain, Prefill, Reserve, Role, WorkerInfo, WorkerState, WorkerStats
+from common.messages import Cancel, Drain, Prefill, Reserve, Role, WorkerInfo, WorkerStats
 from common.pb import worker_pb2_grpc
 from common.prefix_index.protocol import PrefixIndexWriter, Registration
 from common.prefix_index.redis import WorkerPresence
 from common.telemetry.logs import get_logger
 from common.telemetry.metrics import Metrics
 from common.worker.audit import Audit
+from common.worker.control import RoleChange, RoleChangeFailed, WorkerControl
+from common.worker.reporting import report_stats
 from common.worker.router_streams import RouterStreams
 
-STATS_INTERVAL_S = 0.25
 # Generated code has no types.
 _add_to_server: Any = worker_pb2_grpc.add_WorkerServiceServicer_to_server
 SERVER_STOP_GRACE_S = 1.0
-
-
-class WorkerControl:
-    """Requests to a running worker, from any thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_ready: Callable[[dict[str, Any]], None]) -> None:
-        self._loop = loop
-        self._on_ready = on_ready
-        self.drain_requested: asyncio.Future[float] = loop.create_future()
-        self.stopped = asyncio.Event()
-
-    def request_drain(self, grace_s: float) -> None:
-        """Ignored once the worker has ended."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._set_drain, grace_s)
-
-    def request_stop(self) -> None:
-        """Ignored once the worker has ended."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.stopped.set)
-
-    def report_ready(self, description: dict[str, Any]) -> None:
-        self._on_ready(description)
-
-    def handle_signals(self, grace_s: float) -> None:
-        """SIGTERM and SIGINT drain; a second one stops at once."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal, grace_s)
-
-    def _on_signal(self, grace_s: float) -> None:
-        if self.drain_requested.done():
-            self.stopped.set()
-        self._set_drain(grace_s)
-
-    def _set_drain(self, grace_s: float) -> None:
-        if not self.drain_requested.done():
-            self.drain_requested.set_result(grace_s)
+# What a role that has drained may still be doing with the blocks before its weights are given up with it.
+QUIET_LIMIT_S = 5.0
 
 
 class RoleWorker(Protocol):
@@ -99,14 +70,18 @@ class RoleWorker(Protocol):
 
     async def close(self) -> None: ...
 
+    async def is_quiet(self, limit_s: float) -> bool:
+        """After `close`: True when nothing of the role touches the model any more, False if so after `limit_s`."""
+        ...
+
 
 class Surroundings:
-    """What the shell hands to a role when it builds it."""
+    """What the shell hands to a role when it builds it. Create it in the running loop."""
 
-    def __init__(self, config: WorkerConfig, loaded: LoadedModel, server: grpc.aio.Server, metrics: Metrics) -> None:
+    def __init__(self, config: WorkerConfig, loaded: LoadedModel, metrics: Metrics) -> None:
         self.config = config
         self.loaded = loaded
-        self.server = server
+        self.server = grpc.aio.server(options=server_options())
         self.metrics = metrics
         self.ref = WorkerRef(config.worker_id, secrets.token_hex(8))
         self.streams: RouterStreams  # set before the first message can arrive
@@ -122,19 +97,80 @@ class Surroundings:
 
 
 Build = Callable[[Surroundings], RoleWorker]
+# The role's own code, by its name: a worker's shell knows neither.
+BuildOf = Callable[[str], Build]
 
 
-async def run_worker(config: WorkerConfig, control: WorkerControl, build: Build) -> None:
-    """Serve one role until it is drained or stopped."""
-    log = get_logger()
-    log.info("worker_loading", worker_id=config.worker_id, role=config.role)
-    loaded = await asyncio.to_thread(load_model, config)
-    server = grpc.aio.server(options=server_options())
-    port = server.add_insecure_port(f"{config.host}:{config.port}")
-    address = f"{config.host}:{port}"
-    metrics = Metrics(loaded.served_name, config.role, config.worker_id)
-    around = Surroundings(config, loaded, server, metrics)
-    info = _describe(around, address)
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """What lives as long as the process, whatever its role."""
+
+    control: WorkerControl
+    build_of: BuildOf
+    metrics_port: int
+
+
+async def run_worker(config: WorkerConfig, control: WorkerControl, build_of: BuildOf) -> None:
+    """Load once, then serve one role after another until drained or stopped."""
+    async with AsyncExitStack() as stack:
+        stack.callback(control.report_ended)
+        get_logger().info("worker_loading", worker_id=config.worker_id, role=config.role)
+        loaded = await asyncio.to_thread(load_model, config)
+        metrics = Metrics(loaded.served_name, config.role, config.worker_id)
+        metrics.inc("pdserve_model_loads")
+        endpoint = metrics.serve(config.host, config.metrics_port)
+        stack.callback(endpoint.close)
+        process = _Process(control, build_of, endpoint.port)
+        await _serve_role(process, Surroundings(config, loaded, metrics), control.report_ready)
+        while (change := control.next_role()) is not None:
+            loaded = refit(loaded, change.config)
+            metrics = _change_metrics(metrics, change)
+
+            def report(description: dict[str, Any], change: RoleChange = change, metrics: Metrics = metrics) -> None:
+                metrics.observe("pdserve_role_change_seconds", time.monotonic() - change.asked_s)
+                control.report_changed(description)
+
+            await _serve_role(process, Surroundings(change.config, loaded, metrics), report)
+
+
+def _change_metrics(metrics: Metrics, change: RoleChange) -> Metrics:
+    """Counted where the series exists already: the first value of a new one is no increase to Prometheus."""
+    metrics.inc("pdserve_role_changes", to_role=change.config.role)
+    return metrics.relabeled(change.config.role, change.config.worker_id)
+
+
+async def _serve_role(process: _Process, around: Surroundings, report_ready: Callable[[dict[str, Any]], None]) -> None:
+    """One life of a role, to its end. Raises RoleChangeFailed if what follows it could not use the model."""
+    config, control = around.config, process.control
+    async with AsyncExitStack() as stack:
+        stack.callback(get_logger().info, "worker_ended", worker_id=config.worker_id)
+        stack.push_async_callback(around.server.stop, SERVER_STOP_GRACE_S)
+        address = f"{config.host}:{around.server.add_insecure_port(f'{config.host}:{config.port}')}"
+        info = _describe(around, address)
+        presence, role = _build(process, around, info, address, stack)
+        await around.server.start()
+        stack.push_async_callback(presence.close)
+        await presence.start()
+        around.metrics.inc("pdserve_role_changes", 0, to_role=_other(info.role))
+        report_ready(
+            {
+                **around.ref._asdict(),
+                **{"role": config.role, "address": address, "metrics_port": process.metrics_port, "pid": info.pid},
+            }
+        )
+        get_logger().info(
+            "worker_ready", worker_id=config.worker_id, role=config.role, address=address, num_blocks=info.num_blocks
+        )
+        await _serve_until_end(control, role, around)
+    if control.next_role() is not None and not await role.is_quiet(QUIET_LIMIT_S):
+        raise RoleChangeFailed(f"{config.worker_id} still computes {QUIET_LIMIT_S:g} s after its role was closed")
+
+
+def _build(
+    process: _Process, around: Surroundings, info: WorkerInfo, address: str, stack: AsyncExitStack
+) -> tuple[WorkerPresence, RoleWorker]:
+    """The role and what it talks through; `stack` closes the streams, then the role."""
+    config = around.config
     role_box: list[RoleWorker] = []
     around.streams = RouterStreams(
         info,
@@ -150,25 +186,15 @@ async def run_worker(config: WorkerConfig, control: WorkerControl, build: Build)
         snapshot=lambda: list(role_box[0].cached_hashes()),
     )
     around.index = presence
-    role = build(around)
+    role = process.build_of(config.role)(around)
     role_box.append(role)
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: _on_loop_exception(role, loop, context))
-    _add_to_server(around.streams, server)
-    await server.start()
-    metrics_port = metrics.serve(config.host, config.metrics_port)
-    await presence.start()
-    control.report_ready(
-        {**around.ref._asdict(), "role": config.role, "address": address, "metrics_port": metrics_port, "pid": info.pid}
-    )
-    log.info("worker_ready", worker_id=config.worker_id, role=config.role, address=address, num_blocks=info.num_blocks)
-    try:
-        await _serve_until_end(control, role, around)
-    finally:
-        await presence.close()
-        around.streams.close()
-        await role.close()
-        await server.stop(SERVER_STOP_GRACE_S)
-        log.info("worker_ended", worker_id=config.worker_id)
+    stack.push_async_callback(role.close)
+    stack.callback(around.streams.close)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: _on_loop_exception(role, loop, context))
+    stack.callback(loop.set_exception_handler, None)
+    _add_to_server(around.streams, around.server)
+    return presence, role
 
 
 def _on_loop_exception(role: RoleWorker, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -176,6 +202,10 @@ def _on_loop_exception(role: RoleWorker, loop: asyncio.AbstractEventLoop, contex
     loop.default_exception_handler(context)
     if "work_thread" in context:
         role.fail(context["exception"])
+
+
+def _other(role: Role) -> str:
+    return Role.DECODE.value if role is Role.PREFILL else Role.PREFILL.value
 
 
 def _describe(around: Surroundings, address: str) -> WorkerInfo:
@@ -197,50 +227,21 @@ def _describe(around: Surroundings, address: str) -> WorkerInfo:
 
 async def _serve_until_end(control: WorkerControl, role: RoleWorker, around: Surroundings) -> None:
     async with asyncio.TaskGroup() as tasks:
-        stats = tasks.create_task(_report_stats(role, around))
-        drain = tasks.create_task(_drain_when_asked(control, role))
+        helpers: list[asyncio.Future[Any]] = [
+            tasks.create_task(report_stats(role.stats, around.streams.broadcast, around.metrics)),
+            tasks.create_task(_drain_after(control.until_drain_is_asked(), role)),
+            tasks.create_task(_drain_after(control.until_change_is_asked(), role)),
+        ]
         ended = [asyncio.ensure_future(control.stopped.wait()), asyncio.ensure_future(role.drained.wait())]
         causes: set[asyncio.Future[Any]] = {*ended, role.failed}
         try:
             await asyncio.wait(causes, return_when=asyncio.FIRST_COMPLETED)
-            if role.failed.done():
-                role.failed.result()
         finally:
-            for task in (stats, drain, *ended):
+            for task in (*helpers, *ended):
                 task.cancel()
+    if role.failed.done():
+        role.failed.result()  # not inside the group, which would hide what it was
 
 
-async def _drain_when_asked(control: WorkerControl, role: RoleWorker) -> None:
-    role.drain(await control.drain_requested)
-
-
-async def _report_stats(role: RoleWorker, around: Surroundings) -> None:
-    """Tell routers and Prometheus how the worker is, often enough that silence means trouble."""
-    while True:
-        stats = role.stats()
-        around.streams.broadcast(stats)
-        record_stats(around.metrics, stats)
-        await asyncio.sleep(STATS_INTERVAL_S)
-
-
-def record_stats(metrics: Metrics, stats: WorkerStats) -> None:
-    """The gauges of one worker."""
-    blocks = {
-        "used": stats.kv_blocks_used,
-        "cached": stats.kv_blocks_cached,
-        "free": stats.kv_blocks_free,
-        "held": stats.kv_blocks_held,
-    }
-    total = sum(blocks.values())
-    for state, count in blocks.items():
-        metrics.set("pdserve_kv_blocks", count, state=state)
-    metrics.set("pdserve_kv_blocks_total", total)
-    metrics.set("pdserve_kv_cache_usage_ratio", (blocks["used"] + blocks["held"]) / max(1, total))
-    metrics.set("pdserve_requests_running", stats.num_running)
-    metrics.set("pdserve_requests_waiting", stats.num_waiting)
-    metrics.set("pdserve_waiting_uncached_tokens", stats.num_waiting_uncached_tokens)
-
-
-def with_health(stats: WorkerStats, step_age_s: float, config: WorkerConfig) -> WorkerStats:
-    """A step older than `max_step_s` makes the worker unhealthy, whatever its threads still answer."""
-    return replace(stats, state=WorkerState.UNHEALTHY) if step_age_s > config.max_step_s else stats
+async def _drain_after(asked: Awaitable[float], role: RoleWorker) -> None:
+    role.drain(await asked)

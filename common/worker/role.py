@@ -28,7 +28,8 @@ from common.worker.events import (
     StepFailed,
     StepFinished,
 )
-from common.worker.lifecycle import Surroundings, with_health
+from common.worker.lifecycle import Surroundings
+from common.worker.reporting import with_health
 
 
 # A role's event and effect unions are its own; the shell hands on what it does not know.
@@ -54,6 +55,11 @@ class Sessions(Protocol):
     def perform(self, effect: Any) -> None: ...
 
     async def close(self) -> None: ...
+
+    @property
+    def is_quiet(self) -> bool:
+        """After `close`: no block is read or written any more."""
+        ...
 
 
 class RoleShell:
@@ -106,6 +112,9 @@ class RoleShell:
         self._loop.close()
         await self._sessions.close()
         self._compute.close()
+
+    async def is_quiet(self, limit_s: float) -> bool:
+        return await asyncio.to_thread(self._compute.join, limit_s) and self._sessions.is_quiet
 
     def _perform(self, effect: Any) -> None:
         match effect:

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from common.config import ClusterConfig, ModelConfig, PoolSettings
-from common.messages import Role
 from common.pools import PoolStore
 from deploy.placement import LocalPlacement
 from deploy.ray_local import local_ray
@@ -23,7 +22,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.cluster
 
-FAKE = {role: "tests.deploy.fake_worker:FakeWorker" for role in Role}
+FAKE = "tests.deploy.fake_worker:FakeWorker"
 # Starting a process that imports Ray takes seconds when others use the cores too.
 LIMIT_S = 90.0
 

@@ -1,6 +1,7 @@
 """The metric list: names, aliases, labels."""
 
 import re
+import socket
 import urllib.request
 
 import pytest
@@ -28,6 +29,7 @@ def test_names_and_aliases_are_unique() -> None:
 def test_labels_are_bounded() -> None:
     """1. No label may carry a value that a client chooses."""
     allowed = {"state", "status", "error_type", "finished_reason", "phase", "reason", "op", "worker_role", "version"}
+    allowed |= {"to_role"}
     assert {label for spec in METRICS for label in spec.labels} <= allowed
 
 
@@ -59,6 +61,24 @@ def test_a_wrong_label_is_refused(metrics: Metrics) -> None:
 
 def test_a_scrape_over_http_answers_the_exposition(metrics: Metrics) -> None:
     metrics.set("pdserve_requests_waiting", 7)
-    port = metrics.serve("127.0.0.1", 0)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+    endpoint = metrics.serve("127.0.0.1", 0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=5) as response:
         assert b"vllm:num_requests_waiting" in response.read()
+    endpoint.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", endpoint.port), timeout=5)
+
+
+def test_a_change_of_role_keeps_what_was_counted_and_drops_gauges_of_the_old_role(metrics: Metrics) -> None:
+    metrics.inc("pdserve_generation_tokens", 5)
+    metrics.set("pdserve_kv_blocks_total", 9)
+    other = metrics.relabeled("prefill", "prefill-1")
+    other.inc("pdserve_generation_tokens", 2)
+    other.set("pdserve_kv_blocks_total", 4)
+    lines = [line for line in other.exposition().decode().splitlines() if not line.startswith("#")]
+    found = {line.partition("{")[0] + line.partition("role=")[2] for line in lines}
+    assert 'pdserve_generation_tokens_total"decode",worker="decode-0"} 5.0' in found
+    assert 'pdserve_generation_tokens_total"prefill",worker="prefill-1"} 2.0' in found
+    assert [name for name in found if name.startswith("pdserve_kv_blocks_total")] == [
+        'pdserve_kv_blocks_total"prefill",worker="prefill-1"} 4.0'
+    ]

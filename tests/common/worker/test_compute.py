@@ -1,13 +1,15 @@
 """The compute thread: one callback per step, whatever the runner does."""
 
 import queue
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from common.engine.plan import StepPlan, StepResult
 from common.engine.runner_protocol import LayerHook
-from common.worker.compute import ComputeThread
+from common.worker.compute import ComputeClosed, ComputeThread
 
 
 class FakeRunner:
@@ -77,3 +79,44 @@ def test_a_running_step_has_an_age_and_an_idle_thread_has_none() -> None:
     outcomes.queue.get(timeout=5)
     assert compute.step_age_s == 0.0
     compute.close()
+
+
+def test_a_step_after_the_end_is_refused_by_name() -> None:
+    compute = Outcomes().thread(FakeRunner())
+    compute.close()
+    assert compute.join(5)
+    with pytest.raises(ComputeClosed, match="step 4"):
+        compute.submit(StepPlan(4, ()))
+    assert compute.step_age_s == 0.0
+
+
+def test_closing_waits_for_no_step_and_says_whether_one_still_runs() -> None:
+    runner, outcomes = FakeRunner(), Outcomes()
+    runner.may_end.clear()
+    compute = outcomes.thread(runner)
+    compute.submit(StepPlan(5, ()))
+    compute.close()
+    assert not compute.join(0.01)
+    runner.may_end.set()
+    assert compute.join(5)
+    assert outcomes.queue.get(timeout=5) == StepResult(5, (), 0.0)
+
+
+def test_a_wedged_step_does_not_keep_the_process_from_ending() -> None:
+    """The step never ends, and the process ends all the same: its exit code is its own."""
+    program = """
+import sys, threading
+from common.engine.plan import StepPlan
+from common.worker.compute import ComputeClosed, ComputeThread
+class Wedged:
+    def run(self, plan, layer_hook=None):
+        running.set()
+        threading.Event().wait()
+running = threading.Event()
+compute = ComputeThread(Wedged(), print, print)
+compute.submit(StepPlan(1, ()))
+running.wait()
+compute.close()
+sys.exit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 7

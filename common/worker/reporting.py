@@ -1,0 +1,45 @@
+"""What a worker tells about itself all the time: to routers over their streams, to Prometheus as gauges."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from common.config import WorkerConfig
+from common.messages import WorkerState, WorkerStats
+from common.telemetry.metrics import Metrics
+
+STATS_INTERVAL_S = 0.25
+
+
+async def report_stats(
+    stats_now: Callable[[], WorkerStats], broadcast: Callable[[WorkerStats], None], metrics: Metrics
+) -> None:
+    """Until cancelled, often enough that silence means trouble."""
+    while True:
+        stats = stats_now()
+        broadcast(stats)
+        record_stats(metrics, stats)
+        await asyncio.sleep(STATS_INTERVAL_S)
+
+
+def record_stats(metrics: Metrics, stats: WorkerStats) -> None:
+    """The gauges of one worker."""
+    blocks = {
+        "used": stats.kv_blocks_used,
+        "cached": stats.kv_blocks_cached,
+        "free": stats.kv_blocks_free,
+        "held": stats.kv_blocks_held,
+    }
+    total = sum(blocks.values())
+    for state, count in blocks.items():
+        metrics.set("pdserve_kv_blocks", count, state=state)
+    metrics.set("pdserve_kv_blocks_total", total)
+    metrics.set("pdserve_kv_cache_usage_ratio", (blocks["used"] + blocks["held"]) / max(1, total))
+    metrics.set("pdserve_requests_running", stats.num_running)
+    metrics.set("pdserve_requests_waiting", stats.num_waiting)
+    metrics.set("pdserve_waiting_uncached_tokens", stats.num_waiting_uncached_tokens)
+
+
+def with_health(stats: WorkerStats, step_age_s: float, config: WorkerConfig) -> WorkerStats:
+    """A step older than `max_step_s` makes the worker unhealthy, whatever its threads still answer."""
+    return replace(stats, state=WorkerState.UNHEALTHY) if step_age_s > config.max_step_s else stats

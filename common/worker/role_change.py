@@ -1,0 +1,31 @@
+"""Whether a worker can take another role around the weights that it has loaded. Pure: no IO.
+
+What only sizes or paces a role may differ, and is built anew with it: the KV cache, the queues, the sessions, the
+number of threads. Whatever decides what the weights and a token's KV are, or which cluster the worker belongs to,
+must be equal. A setting that is not listed here must be equal: nothing new is let through by accident.
+"""
+
+from common.config import WorkerConfig
+from common.errors import PdserveError
+
+# `metrics_port` may differ and is not followed: whoever scrapes a process finds it where it was.
+MAY_DIFFER = frozenset(
+    {
+        *("role", "worker_id", "host", "port", "metrics_port"),
+        *("block_size", "num_blocks", "kv_cache_bytes", "num_threads"),
+        *("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "max_step_s", "lease_s"),
+        *("transport", "digest", "min_chunk_bytes", "max_inflight_bytes", "link_timeout_s"),
+    }
+)
+
+
+class RoleChangeRefused(PdserveError):
+    """The weights cannot serve the other role as it is configured; the message names the setting."""
+
+
+def check_role_change(now: WorkerConfig, then: WorkerConfig) -> None:
+    """Raise RoleChangeRefused unless a worker of `now` can become one of `then` without loading."""
+    for name in type(now).model_fields:
+        here, there = getattr(now, name), getattr(then, name)
+        if name not in MAY_DIFFER and here != there:
+            raise RoleChangeRefused(f"{name}: {here!r} as {now.role}, {there!r} as {then.role}")
