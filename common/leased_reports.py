@@ -64,7 +64,7 @@ class LeasedReports:
         except REDIS_ERRORS:
             return
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await self._redis.aclose()
 
 

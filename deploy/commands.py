@@ -65,7 +65,7 @@ def show_status(url: str, *, as_json: bool) -> int:
     else:
         print(show.pools_line(state["workers"]))
         print("\n".join(show.workers_table(state["workers"])))
-        print("\n".join(show.controller_lines(state.get("pools") or {})))
+        print("\n".join([*show.loading_lines(state["loading"]), *show.controller_lines(state.get("pools") or {})]))
         print("\n".join(show.routers_table(state["routers"])))
         for reason in readiness.get("reasons", []):
             print(f"not ready: {reason}")

@@ -15,6 +15,7 @@ from common.config import ClusterConfig
 from common.pools import PoolStore
 from deploy.admin import AdminClient
 from deploy.autoscale_loop import AutoscaleLoop
+from deploy.loading_watch import watch_loading
 from deploy.placement import RAY_NAMESPACE, ClusterPlacement, Placement
 from deploy.process import StartFailed
 from deploy.ray_pool import RayPools, Report
@@ -78,7 +79,7 @@ class _Controller:
             controller = asyncio.create_task(pools.run(store))
             until = self._until_down(pools, stop) if is_down else self._until_stopped(stop)
             try:
-                return await first_result(until, _end_of(controller))
+                return await first_result(until, _end_of(controller), watch_loading(self._config, self._report))
             finally:
                 controller.cancel()
                 await asyncio.gather(controller, return_exceptions=True)

@@ -18,6 +18,7 @@ from common.config import ClusterConfig
 from common.pools import PoolStore
 from deploy.admin import AdminClient
 from deploy.autoscale_loop import AutoscaleLoop
+from deploy.loading_watch import watch_loading
 from deploy.placement import LocalPlacement
 from deploy.process import StartFailed
 from deploy.ray_local import local_ray
@@ -150,7 +151,11 @@ class _Running:
             controller = asyncio.create_task(self._pools.run(store))
             try:
                 return await first_result(
-                    self._use_when_ready(use), self._supervise(), self._until_stopped(stop), _end_of(controller)
+                    self._use_when_ready(use),
+                    self._supervise(),
+                    self._until_stopped(stop),
+                    _end_of(controller),
+                    watch_loading(self._config, self._report),
                 )
             finally:
                 await self._shut_down(stop, controller)

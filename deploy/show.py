@@ -60,6 +60,16 @@ def routers_table(routers: Sequence[Mapping[str, Any]]) -> list[str]:
     return table([header, *rows])
 
 
+def loading_lines(loading: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line per worker that is not ready yet: what it does, and how far it is."""
+    return [f"{worker['worker_id']}: {loading_text(worker)}, for {worker['elapsed_s']:.0f} s" for worker in loading]
+
+
+def loading_text(worker: Mapping[str, Any]) -> str:
+    """`reading weights, 43 %`."""
+    return f"{worker['phase']}, {worker['share'] * 100:.0f} %" if worker["share"] else str(worker["phase"])
+
+
 def pools_line(workers: Sequence[Mapping[str, Any]]) -> str:
     """`prefill: 2 ready; decode: 1 ready, 1 draining`."""
     parts = []

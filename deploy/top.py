@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.admin import AdminClient
+from deploy.show import loading_text
 
 _BAR_WIDTH = 24
 _BLOCKS = (("used", "█", "blue"), ("held", "▓", "yellow"), ("cached", "▒", "cyan"), ("free", "·", "bright_black"))
@@ -45,7 +46,7 @@ def screen(snapshot: Mapping[str, Any]) -> RenderableType:
     """Everything, top to bottom by how often it is looked at."""
     state, recent = snapshot["state"], snapshot["recent"]
     plans = snapshot["pools"] or {}
-    pools = [_pool(state["workers"], role, plans.get(role)) for role in ("prefill", "decode")]
+    pools = [_pool(snapshot, role, plans.get(role)) for role in ("prefill", "decode")]
     parts: list[RenderableType] = [_head(snapshot), _latencies(recent, state), *pools]
     if len(snapshot["routers"]) > 1:
         parts.insert(1, _routers(snapshot))
@@ -88,8 +89,8 @@ def _latencies(recent: Mapping[str, Any], state: Mapping[str, Any]) -> Panel:
     return Panel(grid, title=f"last {recent['window_s']:.0f} s", title_align="left")
 
 
-def _pool(workers: Sequence[Mapping[str, Any]], role: str, plan: Mapping[str, Any] | None) -> Panel:
-    members = sorted((w for w in workers if w["role"] == role), key=lambda w: str(w["worker_id"]))
+def _pool(snapshot: Mapping[str, Any], role: str, plan: Mapping[str, Any] | None) -> Panel:
+    members = sorted((w for w in snapshot["state"]["workers"] if w["role"] == role), key=lambda w: str(w["worker_id"]))
     grid = Table.grid(padding=(0, 2))
     for worker in members:
         busy = worker["kv_blocks_used"] + worker["kv_blocks_held"]
@@ -100,12 +101,15 @@ def _pool(workers: Sequence[Mapping[str, Any]], role: str, plan: Mapping[str, An
             f"{busy}/{worker['kv_blocks_total']}",
             f"{worker['running']} run {worker['waiting']} wait",
         )
+    for worker in snapshot["loading"]:
+        if worker["role"] == role:
+            grid.add_row(Text(worker["worker_id"]), Text("loading", "yellow"), Text(loading_text(worker)))
     waiting = sum(worker["waiting_uncached_tokens"] for worker in members)
     ready = sum(worker["state"] == "ready" for worker in members)
     wanted = f" of {plan['desired']} wanted" if plan else ""
     title = f"{role}: {ready} ready{wanted}, {waiting} tokens wait"
     note = (plan.get("autoscale") or {}).get("reason", "") if plan else ""
-    shown = grid if members else Text("no worker", "red")
+    shown = grid if grid.row_count else Text("no worker", "red")
     return Panel(shown, title=title, title_align="left", subtitle=Text(note), subtitle_align="left")
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import uvloop
 
 from common.checkpoint import open_checkpoint
+from common.cluster_reports import loading_reports, router_reports
 from common.config import RouterConfig
 from common.leased_reports import LeasedReports
 from common.prefix_index.reader import RedisIndexReader
@@ -33,7 +34,7 @@ from router.http_generation import HttpSettings
 from router.http_server import build_app
 from router.listening import HttpServer, bind
 from router.otlp import OtlpExporter, headers_of
-from router.roll import LEASE_S, Roll, own_report
+from router.roll import Roll, own_report
 from router.served_model import ServedModel
 from router.service import RouterService
 from router.spans import Origin, SpanMaker
@@ -108,7 +109,9 @@ async def serve(
         stack.push_async_callback(grpc_server.stop, _SERVER_GRACE_S)
         ports = RouterPorts(listener.getsockname()[1], grpc_server.port)
         roll = await stack.enter_async_context(_on_the_roll(config, frontend, ports))
-        hooks = AdminHooks(metrics.exposition, _version(), scale_pool, pool_status, roll.routers, config.router_id)
+        hooks = AdminHooks(
+            metrics.exposition, _version(), scale_pool, pool_status, roll.routers, roll.loading, config.router_id
+        )
         settings = HttpSettings(config.max_body_bytes, config.sse_keep_alive_s, config.admin_key)
         http_server = HttpServer(build_app(frontend, settings, hooks), listener)
         get_logger().info("router_started", http_port=ports.http, grpc_port=ports.grpc, model=model.name)
@@ -197,20 +200,22 @@ async def _service(
 async def _on_the_roll(config: RouterConfig, frontend: Frontend, ports: RouterPorts) -> AsyncIterator[Roll]:
     """Announced among the cluster's routers while it is open."""
     me = own_report(config.router_id, config.host, ports.http, ports.grpc, config.redis_url)
-    reports = LeasedReports(config.redis_url, config.namespace, "router", LEASE_S)
+    reports = router_reports(config.redis_url, config.namespace)
+    loading = loading_reports(config.redis_url, config.namespace)
 
     def load() -> tuple[bool, int, int]:
         state = frontend.service.state()
         return frontend.readiness().is_ready, state.num_running, state.num_queued
 
-    roll = Roll(reports, me, load)
+    roll = Roll(reports, loading, me, load)
     following = asyncio.create_task(roll.run(), name="routers")
     try:
         yield roll
     finally:
         roll.stop()
         await asyncio.gather(following, return_exceptions=True)
-        await reports.close()
+        await reports.aclose()
+        await loading.aclose()
 
 
 def _open_model(config: RouterConfig) -> tuple[ServedModel, PromptTokenizer]:

@@ -8,6 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from common.cluster_reports import LoadingWorker, RouterReport
 from common.errors import InvalidRequest, RequestNotFound, WorkerNotFound
 from common.ids import RequestId
 from router.frontend import Frontend
@@ -17,7 +18,6 @@ from router.openai_prompts import chat_prompt
 from router.openai_requests import DetokenizeBody, TokenizeBody
 from router.openai_responses import ModelCard, ModelList
 from router.request_spec import Prompt, TextPrompt
-from router.roll import RouterReport
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _NUM_RECORDS = 100
@@ -28,6 +28,7 @@ BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 ScalePool = Callable[[str, int], Awaitable[object]]
 PoolStatus = Callable[[], Awaitable[object]]
 Routers = Callable[[], Sequence[RouterReport]]
+Loading = Callable[[], Sequence[LoadingWorker]]
 
 
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -43,7 +44,8 @@ class AdminHooks:
     """What the process around us supplies.
 
     `scale_pool(role, replicas)` sets a pool's desired size, where it can. `pool_status()` is what the pool controller
-    last said, None when there is none. `routers()` is every router of the cluster, this one too.
+    last said, None when there is none. `routers()` is every router of the cluster, this one too,
+    `loading()` every worker that is not ready yet.
     """
 
     exposition: Callable[[], bytes]
@@ -51,6 +53,7 @@ class AdminHooks:
     scale_pool: ScalePool | None = None
     pool_status: PoolStatus | None = None
     routers: Routers = tuple
+    loading: Loading = tuple
     router_id: str = ""
 
 
@@ -117,6 +120,7 @@ class AdminEndpoints:
                 "num_running": state.num_running,
                 "pools": pools,
                 "routers": self._hooks.routers(),
+                "loading": self._hooks.loading(),
             }
         )
 

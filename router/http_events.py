@@ -60,6 +60,7 @@ class StateFeed:
             "state": service.state(),
             "pools": None if self._hooks.pool_status is None else await self._hooks.pool_status(),
             "routers": self._hooks.routers(),
+            "loading": self._hooks.loading(),
             "recent": service.recent(),
             "requests": [brief(record) for record in service.request_records(NUM_REQUESTS)],
         }

@@ -1,4 +1,4 @@
-"""Which routers serve this cluster, and how loaded they are: each announces itself in Redis and reads the others.
+"""Which routers serve this cluster and how loaded they are, and which workers are loading: all say so in Redis.
 
 Owns this router's announcement. Nothing of a request depends on it: routers share workers, index and registry and
 need not know each other. People, and the autoscaler that looks through one of them, see the load of all.
@@ -7,30 +7,17 @@ need not know each other. People, and the autoscaler that looks through one of t
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from urllib.parse import urlsplit
 
+from common.cluster_reports import LoadingWorker, RouterReport, parsed
 from common.leased_reports import LeasedReports
 from common.prefix_index.client import wait_for_event
 
 INTERVAL_S = 1.0
-LEASE_S = 4.0
 _ANY_ADDRESS = frozenset({"0.0.0.0", "::", ""})
-
-
-@dataclass(frozen=True, slots=True)
-class RouterReport:
-    """A router as the others see it. The field names are those of `/admin/v1/state`."""
-
-    router_id: str
-    http_url: str
-    grpc_address: str
-    pid: int
-    is_ready: bool = False
-    num_running: int = 0
-    num_queued: int = 0
 
 
 # (is ready, running, queued) of this router now.
@@ -40,8 +27,10 @@ Load = Callable[[], tuple[bool, int, int]]
 class Roll:
     """`run` it while the router serves; `routers` is what it knows. All in one event loop."""
 
-    def __init__(self, reports: LeasedReports, me: RouterReport, load: Load) -> None:
+    def __init__(self, reports: LeasedReports, loading: LeasedReports, me: RouterReport, load: Load) -> None:
         self._reports = reports
+        self._loading_reports = loading
+        self._loading: tuple[LoadingWorker, ...] = ()
         self._me = me
         self._load = load
         self._others: tuple[RouterReport, ...] = ()
@@ -51,13 +40,18 @@ class Roll:
         """This router as it is now and the others as they last said, by name."""
         return tuple(sorted((self._report(), *self._others), key=lambda router: router.router_id))
 
+    def loading(self) -> tuple[LoadingWorker, ...]:
+        """Workers that are being loaded, by name."""
+        return self._loading
+
     async def run(self) -> None:
         """Announce and look, until `stop`. Without Redis nothing is known of the others."""
         while not self._is_closing.is_set():
             await self._reports.announce(self._me.router_id, asdict(self._report()))
             found = await self._reports.live() or {}
-            reports = (_parsed(name, report) for name, report in found.items() if name != self._me.router_id)
-            self._others = tuple(report for report in reports if report is not None)
+            others = parsed(RouterReport, found)
+            self._others = tuple(router for router in others if router.router_id != self._me.router_id)
+            self._loading = parsed(LoadingWorker, await self._loading_reports.live() or {})
             await wait_for_event(self._is_closing, INTERVAL_S)
         await self._reports.withdraw(self._me.router_id)
 
@@ -87,15 +81,3 @@ def _address_towards(redis_url: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return socket.gethostname()
-
-
-def _parsed(name: str, report: Mapping[str, object]) -> RouterReport | None:
-    """None for anything that no router of ours writes."""
-    try:
-        parsed = RouterReport(**report)  # type: ignore[arg-type]  # checked below
-    except TypeError:
-        return None
-    texts = (parsed.router_id, parsed.http_url, parsed.grpc_address)
-    numbers = (parsed.pid, parsed.num_running, parsed.num_queued, parsed.is_ready)
-    is_ours = all(isinstance(text, str) for text in texts) and all(isinstance(number, int) for number in numbers)
-    return parsed if is_ours and parsed.router_id == name else None

@@ -3,12 +3,15 @@
 import ctypes
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from common.checkpoint import Checkpoint, ModelSpec, open_checkpoint
 from common.config import Attention, Dtype, KVCacheDtype, WorkerConfig
+from common.engine.progress import LoadPhase, Progress, no_progress
 from common.engine.runner import ModelRunner
+from common.engine.self_test import self_test
 from common.kv.cache import KVCache, KVShape, num_blocks_that_fit
 from common.kv.quantized import is_quantized
 from common.model.backend import AttentionBackend
@@ -39,16 +42,18 @@ class LoadedModel:
     pairing: PairingInfo
 
 
-def load_model(config: WorkerConfig) -> LoadedModel:
-    """Read the weights and allocate the KV cache. Sets the process's torch threads. Raises CheckpointError."""
+def load_model(config: WorkerConfig, progress: Progress = no_progress) -> LoadedModel:
+    """Read the weights, allocate the KV cache, try both. Sets the process's torch threads. Raises CheckpointError."""
     attention = resolve_attention(config.attention)
     device = "cuda" if attention == "triton" and torch.cuda.is_available() else "cpu"
     _prepare_process(config.num_threads)
+    progress(LoadPhase.CHECKPOINT, 0.0)
     checkpoint = open_checkpoint(config.model.path)
     spec = checkpoint.config
     dtype = resolve_dtype(config.dtype, device)
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, dtype)
     shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype)
+    progress(LoadPhase.CACHE, 0.0)
     cache = _new_cache(config, shape, device)
     ops = native_ops() if attention == "cpu" else None
     # the compiled attention knows neither windows, soft caps nor quantized rows
@@ -58,7 +63,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     return LoadedModel(
         model=model,
         ops=ops,
-        runner=ModelRunner(model, cache, device, ops),
+        runner=runner,
         cache=cache,
         spec=spec,
         dtype=dtype,

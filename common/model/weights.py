@@ -32,9 +32,19 @@ GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 
 
 class Weights:
-    """Hands out each tensor, converted to `dtype` on `device`, and knows which were never asked for."""
+    """Hands out each tensor, converted to `dtype` on `device`, and knows which were never asked for.
 
-    def __init__(self, loaders: Mapping[str, Loader], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    `on_taken` hears the share of the tensors that were handed out.
+    """
+
+    def __init__(
+        self,
+        loaders: Mapping[str, Loader],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        on_taken: Callable[[float], None] | None = None,
+    ) -> None:
+        self._on_taken = on_taken
         self._loaders = dict(loaders)
         self._left = set(self._loaders)
         self._dtype = dtype
@@ -48,6 +58,8 @@ class Weights:
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"weight {name}: expected shape {shape}, got {tuple(tensor.shape)}")
         self._left.discard(name)
+        if self._on_taken is not None:
+            self._on_taken(1.0 - len(self._left) / len(self._loaders))
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def check_all_taken(self) -> None:
@@ -56,9 +68,14 @@ class Weights:
             raise CheckpointError(f"weights that the model does not use: {', '.join(sorted(self._left)[:5])}")
 
 
-def open_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> Weights:
+def open_weights(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    on_taken: Callable[[float], None] | None = None,
+) -> Weights:
     """The weights of a checkpoint. Nothing is read until it is taken."""
-    return Weights(_loaders(checkpoint), dtype, device)
+    return Weights(_loaders(checkpoint), dtype, device, on_taken)
 
 
 def load_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,13 +2,15 @@
 
 import { drain, scale } from "./api.js";
 import { h, keyed, setText, toast } from "./dom.js";
-import { count } from "./format.js";
+import { count, duration, percent } from "./format.js";
 import { byRole } from "./topology.js";
 
 const BLOCKS = ["used", "held", "cached", "free"];
 
-export function drawPools({ state, pools }) {
-  const roles = ["prefill", "decode"].map((role) => ({ role, workers: byRole(state.workers, role), plan: pools?.[role] }));
+export function drawPools({ state, pools, loading }) {
+  const roles = ["prefill", "decode"].map((role) => ({
+    role, workers: byRole(state.workers, role), plan: pools?.[role], loading: loading.filter((each) => each.role === role),
+  }));
   keyed(document.getElementById("pools"), roles, ({ role }) => role, createPool, updatePool);
 }
 
@@ -28,10 +30,11 @@ function createPool({ role, workers }) {
     h("div", { class: "pool-head" }, h("h3", {}, role), h("p", { class: "muted" }), form),
     h("p", { class: "plan" }),
     h("ul", { class: "workers" }),
+    h("ul", { class: "loading" }),
   );
 }
 
-function updatePool(pool, { workers, plan }) {
+function updatePool(pool, { workers, plan, loading }) {
   const states = new Map();
   for (const worker of workers) states.set(worker.state, (states.get(worker.state) ?? 0) + 1);
   const waiting = workers.reduce((sum, worker) => sum + worker.waiting_uncached_tokens, 0);
@@ -40,7 +43,23 @@ function updatePool(pool, { workers, plan }) {
   setText(pool.querySelector("p"), parts.join(", ") || "no worker");
   setText(pool.querySelector(".plan"), planned(plan));
   pool.querySelector(".plan").classList.toggle("problem", Boolean(plan?.retry_in_s));
-  keyed(pool.querySelector("ul"), workers, (worker) => worker.worker_id, createWorker, updateWorker);
+  keyed(pool.querySelector(".workers"), workers, (worker) => worker.worker_id, createWorker, updateWorker);
+  keyed(pool.querySelector(".loading"), loading, (worker) => worker.worker_id, createLoading, updateLoading);
+}
+
+// A worker that is not ready yet: what it does, and how much of that is done.
+function createLoading({ worker_id: name }) {
+  return h("li", {},
+    h("div", { class: "worker-head" }, h("strong", {}, name), h("span", { class: "pill loading" }, "loading")),
+    h("progress", { max: 1, "aria-label": `Loading of ${name}` }),
+    h("p", { class: "muted" }));
+}
+
+function updateLoading(item, { phase, share, elapsed_s: elapsed }) {
+  const [, bar, note] = item.children;
+  if (share) bar.value = share;
+  else bar.removeAttribute("value");
+  setText(note, `${phase}${share ? `, ${percent(share)}` : ""}, for ${duration(elapsed)}`);
 }
 
 // What the pool's controller wants, and why.

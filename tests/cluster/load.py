@@ -1,6 +1,7 @@
 """Requests to a cluster and what must come back: streams over HTTP, checked token for token against one process."""
 
 import asyncio
+import functools
 import json
 import random
 from dataclasses import dataclass, field
@@ -47,9 +48,14 @@ class Case:
         }
 
     def expected(self, model_path: Path) -> list[list[int]]:
-        """The oracle: one process, no paging, no batching, no handoff."""
-        params = SamplingParams(seed=self.seed, max_tokens=self.max_tokens, temperature=self.temperature)
-        return generate(model_path, self.token_ids, params, choices=tuple(range(self.num_choices)))
+        """The oracle: one process, no paging, no batching, no handoff. Slow, and asked once per case."""
+        return _expected(self, model_path)
+
+
+@functools.cache
+def _expected(case: Case, model_path: Path) -> list[list[int]]:
+    params = SamplingParams(seed=case.seed, max_tokens=case.max_tokens, temperature=case.temperature)
+    return generate(model_path, case.token_ids, params, choices=tuple(range(case.num_choices)))
 
 
 def random_cases(count: int, seed: int, **fixed: Any) -> list[Case]:

@@ -23,7 +23,7 @@ async def reports(box: RedisBox, namespace: str, lease_s: float = 60.0) -> Async
     try:
         yield opened
     finally:
-        await opened.close()
+        await opened.aclose()
 
 
 async def test_what_one_process_announces_another_sees_and_the_last_word_counts(box: RedisBox) -> None:
@@ -63,7 +63,7 @@ async def test_a_redis_that_is_away_is_said_and_breaks_nothing() -> None:
     assert not await opened.announce("a", {})
     assert await opened.live() is None
     await opened.withdraw("a")
-    await opened.close()
+    await opened.aclose()
 
 
 async def test_a_report_is_bounded(box: RedisBox) -> None:

@@ -17,6 +17,9 @@ ROUTER = {
 }  # fmt: skip
 
 
+LOADING = {"worker_id": "decode-7", "role": "decode", "phase": "reading weights", "share": 0.43, "elapsed_s": 12.4}
+
+
 class ScriptedRouter:
     """A cluster that does at each look what it was asked for before."""
 
@@ -47,7 +50,7 @@ class ScriptedRouter:
         workers = [self._worker(role, idx) for role, size in self.sizes.items() for idx in range(size)]
         if not self.is_stuck:
             self.sizes = dict(self.wanted)
-        return {"workers": workers, "num_queued": 3, "num_running": 4, "routers": [ROUTER]}
+        return {"workers": workers, "num_queued": 3, "num_running": 4, "routers": [ROUTER], "loading": [LOADING]}
 
     def _worker(self, role: str, idx: int) -> dict[str, Any]:
         return {"worker_id": f"{role}-{idx}", "incarnation": self.incarnation, "role": role, "state": "ready"}
@@ -130,6 +133,7 @@ def test_status_tells_healthy_from_unhealthy(
     assert show_status(url, as_json=False) == 0
     text = capsys.readouterr().out
     assert "prefill: 1 ready; decode: 1 ready" in text
+    assert "decode-7: reading weights, 43 %, for 12 s" in text
     assert "router-a  ready    9  http://127.0.0.1:8000  127.0.0.1:50051        4       3" in text
     router.is_ready = False
     assert show_status(url, as_json=False) == 3

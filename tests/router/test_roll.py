@@ -8,9 +8,10 @@ from dataclasses import asdict
 
 import pytest
 
+from common.cluster_reports import LoadingWorker, RouterReport, loading_reports
 from common.config import ClusterConfig, RouterConfig
 from common.leased_reports import LeasedReports
-from router.roll import Roll, RouterReport, own_report
+from router.roll import Roll, own_report
 from tests.redis_box import RedisBox, binaries, redis_box
 from tests.waiting import until
 
@@ -29,9 +30,9 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 class Rig:
     """One router's roll and its load."""
 
-    def __init__(self, reports: LeasedReports, name: str) -> None:
+    def __init__(self, reports: LeasedReports, loading: LeasedReports, name: str) -> None:
         self.load = (True, 0, 0)
-        self.roll = Roll(reports, own_report(name, "127.0.0.1", 8000, 50051, ""), lambda: self.load)
+        self.roll = Roll(reports, loading, own_report(name, "127.0.0.1", 8000, 50051, ""), lambda: self.load)
 
     async def sees(self, *names: str) -> None:
         """Return when it knows these routers and no other."""
@@ -48,14 +49,16 @@ class Rig:
 @asynccontextmanager
 async def on_the_roll(box: RedisBox, namespace: str, name: str) -> AsyncIterator[Rig]:
     reports = LeasedReports(box.url, namespace, "router", 60.0)
-    rig = Rig(reports, name)
+    loading = loading_reports(box.url, namespace)
+    rig = Rig(reports, loading, name)
     running = asyncio.create_task(rig.roll.run())
     try:
         yield rig
     finally:
         rig.roll.stop()
         await running
-        await reports.close()
+        await reports.aclose()
+        await loading.aclose()
 
 
 async def test_each_router_sees_the_load_of_all_and_its_own_without_delay(box: RedisBox) -> None:
@@ -84,13 +87,13 @@ async def test_a_router_that_stops_is_forgotten_at_once(box: RedisBox) -> None:
 
 async def test_without_redis_a_router_knows_itself_alone() -> None:
     reports = LeasedReports("redis://127.0.0.1:9", "away", "router", 1.0)
-    rig = Rig(reports, "a")
+    rig = Rig(reports, reports, "a")
     running = asyncio.create_task(rig.roll.run())
     await asyncio.sleep(0)
     assert rig.seen() == {"a": (True, 0, 0)}
     rig.roll.stop()
     await running
-    await reports.close()
+    await reports.aclose()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,22 @@ async def test_reports_of_nobody_are_left_out(box: RedisBox, change: dict[str, o
     await strange.announce("y", {**report, "router_id": "y"})
     async with on_the_roll(box, "strange", "a") as a:
         await a.sees("a", "y")
-    await strange.close()
+    await strange.aclose()
+
+
+async def test_workers_that_load_are_seen_and_nonsense_is_not(box: RedisBox) -> None:
+    reports = loading_reports(box.url, "loads")
+    worker = LoadingWorker("prefill-0", "prefill", "reading weights", 0.5, 2.0)
+    await reports.announce("prefill-0", asdict(worker))
+    await reports.announce("decode-0", {**asdict(worker), "worker_id": "decode-0", "share": "much"})
+    await reports.announce("decode-1", asdict(worker))
+    async with on_the_roll(box, "loads", "a") as a:
+
+        async def is_seen() -> bool:
+            return a.roll.loading() == (worker,)
+
+        await until(is_seen)
+    await reports.aclose()
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import openai
 
+from common.cluster_reports import RouterReport
 from router.chat_template import ChatTemplate
 from router.frontend import Frontend
 from router.http_admin import AdminHooks
 from router.http_generation import HttpSettings
 from router.http_server import build_app
 from router.listening import HttpServer, bind
-from router.roll import RouterReport
 from router.served_model import ServedModel
 from router.tokenizer import PromptTokenizer
 from router.validation import Validator
@@ -104,7 +104,7 @@ async def http_rig(
         return [me, *service.other_routers]
 
     exposition = b"pdserve_requests_running 0\n"
-    hooks = AdminHooks(lambda: exposition, "0.1.0", scale, pool_status, routers, "router-a")
+    hooks = AdminHooks(lambda: exposition, "0.1.0", scale, pool_status, routers, lambda: service.loading, "router-a")
     server = HttpServer(build_app(frontend, settings, hooks), listener)
     serving = asyncio.ensure_future(server.serve())
     # No TLS here, and reading the certificates of a client's default takes longer than a test.

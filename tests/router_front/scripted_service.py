@@ -5,13 +5,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
+from common.cluster_reports import LoadingWorker, RouterReport
 from common.errors import PdserveError
 from common.ids import RequestId
 from common.messages import Role, WorkerState
 from common.request import FinishReason, SampledToken, TokenEvent
 from router.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, RequestTimings, Tokens
 from router.recent import RecentView, TransferRate
-from router.roll import RouterReport
 from router.service_protocol import ClusterState, JsonObject, Readiness, WorkerView
 
 TIMINGS = RequestTimings(
@@ -93,6 +93,7 @@ class ScriptedService:
     drained: list[tuple[str, float]] = field(default_factory=list)
     seen: RecentView = field(default_factory=lambda: RECENT)
     other_routers: tuple[RouterReport, ...] = ()
+    loading: tuple[LoadingWorker, ...] = ()
     _cancellations: dict[RequestId, asyncio.Event] = field(default_factory=dict)
 
     async def submit(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from common.cluster_reports import LoadingWorker, RouterReport
 from common.messages import Role
-from router.roll import RouterReport
 from tests.ui.browser import ENTER, SPACE, TAB, Browser
 from tests.ui.page_service import HOSTILE_ID, LONG_ID, Served, served, worker
 
@@ -83,6 +83,17 @@ def test_block_bars_have_the_proportions_of_the_blocks(tab: Browser) -> None:
 def test_pools_say_what_is_wanted(tab: Browser) -> None:
     assert tab.text(".pool.decode .plan") == "2 wanted"
     assert tab.script("return document.querySelector('.pool.prefill .plan').textContent") == ""
+
+
+def test_a_worker_that_loads_is_shown_with_its_phase_and_how_far_it_is(tab: Browser, page: Served) -> None:
+    loads = LoadingWorker("prefill-7", "prefill", "reading weights", 0.43, 12.0)
+    page.service.loading = (loads, LoadingWorker("decode-7", "decode", "self-test", 0.0, 1.0))
+    tab.wait("return document.querySelectorAll('.loading li').length === 2")
+    assert "reading weights, 43 %, for 12.00 s" in tab.text(".pool.prefill .loading")
+    assert tab.script("return document.querySelector('.pool.prefill progress').position") == pytest.approx(0.43)
+    assert tab.script("return document.querySelector('.pool.decode progress').position") == -1
+    page.service.loading = ()
+    tab.wait("return document.querySelectorAll('.loading li').length === 0")
 
 
 def test_changes_arrive_without_a_reload(tab: Browser, page: Served) -> None:

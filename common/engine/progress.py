@@ -1,0 +1,21 @@
+"""How far a worker is with loading, in words and as a share. Pure: no torch."""
+
+from collections.abc import Callable
+from enum import StrEnum
+
+
+class LoadPhase(StrEnum):
+    """In their order. The names are shown to people."""
+
+    CHECKPOINT = "opening the checkpoint"
+    CACHE = "allocating the KV cache"
+    WEIGHTS = "reading weights"
+    SELF_TEST = "self-test"
+
+
+# (phase, share of it that is done, 0 to 1). Called from the thread that loads.
+Progress = Callable[[LoadPhase, float], None]
+
+
+def no_progress(phase: LoadPhase, share: float) -> None:
+    """For whoever does not wait."""
