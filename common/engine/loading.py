@@ -59,7 +59,11 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
     # the compiled attention knows neither windows, soft caps nor quantized rows
     is_plain = spec.has_plain_attention and not is_quantized(kv_dtype)
     backend = _backend(attention, ops if is_plain else None)
-    model = build_decoder(spec, open_weights(checkpoint, dtype, device), backend, device, ops)
+    weights = open_weights(checkpoint, dtype, device, partial(progress, LoadPhase.WEIGHTS))
+    model = build_decoder(spec, weights, backend, device, ops)
+    runner = ModelRunner(model, cache, device, ops)
+    progress(LoadPhase.SELF_TEST, 0.0)
+    self_test(runner)
     return LoadedModel(
         model=model,
         ops=ops,
