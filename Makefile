@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check proto aot bench bench-peers gpu sim explore clean install lines
+.PHONY: demo test check proto aot bench bench-peers gpu sim explore chaos clean install lines
 
 install: $(STAMP)
 
@@ -47,6 +47,11 @@ bench: install
 bench-peers: install
 	@$(BIN)/pdserve fetch-model
 	@$(BIN)/python -m tests.bench.run --peers
+
+# Faults on real clusters, each proven to have happened; prints the table, writes build/chaos.json. Some ten minutes.
+# ROWS=name,name takes some of them.
+chaos: install
+	@$(BIN)/python -m tests.chaos --only "$(ROWS)"
 
 lines: install
 	@$(BIN)/python -m tests.tools.lines

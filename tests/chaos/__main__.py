@@ -1,0 +1,63 @@
+"""`python -m tests.chaos`: the fault list on real clusters; prints the table, writes `build/chaos.json`.
+
+`--only NAMES` takes rows by name, by the beginning of a name, or by their number in the fault matrix; `--short` takes
+what CI runs. Exit code 1 when a promise was broken or a fault was not proven.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.chaos.rows import ROWS, Row, rows_named
+from tests.chaos.run import Result, run_rows, table
+from tests.tiny_model import write_tiny_model
+
+OUTPUT = Path("build/chaos.json")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--only", "--rows", dest="only", default="", help="rows, comma-separated")
+    parser.add_argument("--short", action="store_true", help="the rows that CI runs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--list", action="store_true", help="print the rows and end")
+    options = parser.parse_args(arguments)
+    rows = rows_named(options.only) if options.only else tuple(row for row in ROWS if row.is_short or not options.short)
+    if options.list:
+        print("\n".join(f"{row.number:3} {row.name}: {row.component}, {row.fault}, {row.moment}" for row in rows))
+        return 0
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny_model(Path(folder) / "tiny")
+        for result in run_rows(model, rows, options.seed, _say):
+            results.append(result)
+            _say(f"  {result.verdict}; {result.proof}; {result.outcomes}; recovered after {result.recovery_s:.1f} s")
+            _say("".join(f"  {problem}\n" for problem in result.problems[:5]).rstrip() or "  no problem")
+            _write(rows, results, options.seed)
+    print("\n".join(table(rows, results)))
+    return 0 if all(result.verdict == "as promised" for result in results) and len(results) == len(rows) else 1
+
+
+def _write(rows: Sequence[Row], results: Sequence[Result], seed: int) -> None:
+    OUTPUT.parent.mkdir(exist_ok=True)
+    report = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": f"{os.cpu_count()} processors, {platform.machine()}, Linux {platform.release().partition('-')[0]}",
+        "seed": seed,
+        "rows": [result.as_dict() for result in results],
+    }
+    OUTPUT.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,165 @@
+"""`python -m tests.chaos.campaign kills|cancels|roll`: one fault many times, under load, on one cluster of 2+2.
+
+Prints what was found and adds it to `build/campaigns.json`, so that a long campaign can be run in pieces.
+"""
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.clients import Api, Clients, Entry, Outcome, count_outcomes, make_questions, mixed_cases, problems
+from tests.chaos.rig import Rig, Shape, running_rig
+from tests.chaos.run import questions_for_chaos
+from tests.tiny_model import write_tiny_model
+
+OUTPUT = Path("build/campaigns.json")
+Findings = dict[str, Any]
+
+
+async def kills(rig: Rig, model: Path, count: int, seed: int, roles: Sequence[str]) -> Findings:
+    """kill -9 of workers of both roles by turns, at random moments; every request must end right."""
+    rng = random.Random(seed)
+    deaths: list[Findings] = []
+    async with Clients(rig.cluster.url, rig.cluster.grpc, questions_for_chaos(model, seed), seed=seed) as clients:
+        clients.start()
+        await rig.until(lambda: any(e.outcome is Outcome.RIGHT for e in clients.entries), "a first answer", 60)
+        for number in range(count):
+            await asyncio.sleep(rng.uniform(0.0, 2.0))
+            role = roles[number % len(roles)]
+            victim = rng.choice(await asyncio.to_thread(rig.workers, role))
+            held = sorted({holding.phase for holding in await asyncio.to_thread(rig.holdings, victim)})
+            died_s = time.monotonic()
+            await rig.kill(victim["pid"])
+            deaths.append({"role": role, "held": held, "died_s": died_s})
+            _say(f"{number + 1}/{count} {victim['worker_id']} died with {held or 'nothing'}")
+            await rig.until_whole()
+            deaths[-1]["whole_after_s"] = time.monotonic() - died_s
+        await clients.stop()
+        for death in deaths:
+            death["pauses_s"] = await _pauses(rig, clients.entries, death.pop("died_s"))
+        return {"deaths": deaths, **_requests(clients.entries)}
+
+
+async def _pauses(rig: Rig, entries: Sequence[Entry], died_s: float) -> list[float]:
+    """From a death to the next token of each request that had to be placed again."""
+    gaps = []
+    for entry in entries:
+        gap = entry.gap_after(died_s) if entry.was_running(died_s) else None
+        if gap is not None and await asyncio.to_thread(rig.num_retries, entry.request_id):
+            gaps.append(round(gap, 3))
+    return gaps
+
+
+async def cancels(rig: Rig, model: Path, count: int, seed: int, _: Sequence[str]) -> Findings:
+    """Short requests, of whose clients almost half leave at random moments; at the end nothing may be held."""
+    questions = make_questions(model, mixed_cases(60, seed, longest_prompt=64, longest_output=16))
+    async with Clients(
+        rig.cluster.url, rig.cluster.grpc, questions, at_once=16, seed=seed, leaving=0.45, leaving_within_s=0.15
+    ) as clients:
+        clients.start(count)
+        while any(not task.done() for task in clients.tasks):
+            await asyncio.wait(clients.tasks, timeout=20)
+            _say(f"{len(clients.entries)}/{count} {dict(count_outcomes(clients.entries))}")
+        await clients.wait()
+    workers = await asyncio.to_thread(rig.cluster.wait_until_idle)
+    leaked = sum(worker["kv_blocks_used"] + worker["kv_blocks_held"] for worker in workers)
+    holdings = [str(holding) for worker in workers for holding in rig.holdings(worker)]
+    return {"blocks_leaked": leaked, "holdings": holdings, **_requests(clients.entries)}
+
+
+async def roll(rig: Rig, model: Path, count: int, seed: int, roles: Sequence[str]) -> Findings:
+    """Replace every worker, one by one, at steady load, until `count` requests have been made at least."""
+    replaced: list[str] = []
+    questions = questions_for_chaos(model, seed)
+    async with Clients(rig.cluster.url, rig.cluster.grpc, questions, at_once=4, seed=seed) as clients:
+        clients.start()
+        await rig.until(lambda: any(e.outcome is Outcome.RIGHT for e in clients.entries), "a first answer", 60)
+        for role in roles:
+            for worker in await asyncio.to_thread(rig.workers, role):
+                drained = await asyncio.to_thread(rig.cluster.cli, "drain", str(worker["worker_id"]))
+                assert drained.returncode == 0, drained.stderr
+                await rig.until_whole()
+                replaced.append(str(worker["worker_id"]))
+                _say(f"replaced {worker['worker_id']}; {dict(count_outcomes(clients.entries))}")
+        left = {worker["incarnation"] for worker in await asyncio.to_thread(rig.workers)}
+        await rig.until(lambda: len(clients.entries) >= count, f"{count} requests", 240)
+        await clients.stop()
+    return {"replaced": replaced, "incarnations": len(left), **_requests(clients.entries)}
+
+
+def _requests(entries: Sequence[Entry]) -> Findings:
+    waits = [entry.longest_wait_s() for entry in entries if entry.api is not Api.HTTP_WHOLE]
+    return {
+        "num_requests": len(entries),
+        "outcomes": dict(count_outcomes(entries)),
+        "problems": problems(entries)[:20],
+        "longest_wait_s": round(max(waits, default=0.0), 3),
+        "longest_request_s": round(max((entry.ended_s - entry.started_s for entry in entries), default=0.0), 3),
+    }
+
+
+def summary(name: str, findings: Findings) -> str:
+    """One paragraph for people."""
+    lines = [f"{name}: {findings['num_requests']} requests, {findings['outcomes']}"]
+    for role in ("prefill", "decode"):
+        deaths = [death for death in findings.get("deaths", ()) if death["role"] == role]
+        pauses = [pause for death in deaths for pause in death["pauses_s"]]
+        if pauses:
+            middle, most = statistics.median(pauses), max(pauses)
+            lines.append(
+                f"{len(deaths)} {role} deaths, {len(pauses)} requests placed again: next token after "
+                f"{middle:.2f} s in the median, {most:.2f} s at most"
+            )
+    lines += [f"{key}: {findings[key]}" for key in ("blocks_leaked", "replaced", "longest_wait_s") if key in findings]
+    return "\n  ".join([*lines, *findings["problems"]])
+
+
+Campaign = Callable[[Rig, Path, int, int, Sequence[str]], Awaitable[Findings]]
+CAMPAIGNS: dict[str, Campaign] = {"kills": kills, "cancels": cancels, "roll": roll}
+
+
+def run(name: str, count: int, seed: int, roles: Sequence[str]) -> Findings:
+    """One campaign on a cluster of its own, whose books are audited at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny_model(Path(folder) / "tiny")
+        with running_rig(model, Shape(2, 2)) as rig:
+            return asyncio.run(CAMPAIGNS[name](rig, model, count, seed, roles))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.campaign", description=__doc__)
+    parser.add_argument("name", choices=CAMPAIGNS)
+    parser.add_argument("--count", type=int, default=20, help="kills, or requests")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--roles", default="prefill,decode")
+    options = parser.parse_args(arguments)
+    findings = run(options.name, options.count, options.seed, options.roles.split(","))
+    _add_to_output(options.name, {"seed": options.seed, **findings})
+    print(summary(options.name, findings))
+    return 1 if findings["problems"] or findings.get("blocks_leaked") or findings.get("holdings") else 0
+
+
+def _add_to_output(name: str, findings: Findings) -> None:
+    OUTPUT.parent.mkdir(exist_ok=True)
+    runs = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else []
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    runs.append({"campaign": name, "date": date, "processors": os.cpu_count(), **findings})
+    OUTPUT.write_text(json.dumps(runs, indent=1) + "\n")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,243 @@
+"""The fault list, as data: a row of the fault matrix, what is done, how it is proven, and what must come of it."""
+
+import signal
+from dataclasses import dataclass, field
+
+from tests.chaos.faults import (
+    DECODING,
+    PREFILLING,
+    RESERVED,
+    TRANSFERRING,
+    drop_link,
+    drop_router_link,
+    freeze_worker,
+    hogs,
+    kill_queued,
+    kill_redis,
+    kill_worker,
+    reset_link,
+    signal_router,
+    silence_redis,
+    slow_link,
+    slow_worker,
+    wedge_router,
+)
+from tests.chaos.rig import Act, Shape
+
+TWO_AND_TWO = Shape(2, 2)
+NOTHING: frozenset[str] = frozenset()
+ENDED_CLEANLY = frozenset({"error", "cut"})  # what a client may see when the router itself goes
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`allowed`: outcomes besides the right answer. `is_short`: part of the selection that CI runs."""
+
+    name: str
+    number: int  # of the fault matrix
+    component: str
+    fault: str
+    moment: str
+    expected: str
+    proof: str
+    act: Act = field(repr=False)
+    shape: Shape = TWO_AND_TWO
+    allowed: frozenset[str] = NOTHING
+    is_short: bool = False
+
+
+ROUTER_GONE = "clients get an error or a broken connection; a new router serves; every block is free"
+UNNOTICED = "every answer is right"
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        "router-terminated",
+        1,
+        "router",
+        "SIGTERM",
+        "decoding",
+        "what ends within the grace is right, the rest is told; a new router serves",
+        "the process is gone",
+        signal_router(signal.SIGTERM),
+        allowed=ENDED_CLEANLY,
+    ),
+    Row(
+        "router-killed",
+        3,
+        "router",
+        "SIGKILL",
+        "all phases",
+        ROUTER_GONE,
+        "the process is gone",
+        signal_router(signal.SIGKILL),
+        allowed=ENDED_CLEANLY,
+        is_short=True,
+    ),
+    Row(
+        "router-blocked",
+        4,
+        "router",
+        "SIGSTOP 2 s",
+        "decoding",
+        "no worker is given up; every answer is right",
+        "state T",
+        wedge_router(2.0),
+    ),
+    *(
+        Row(
+            f"prefill-killed-{moment}",
+            6,
+            "prefill worker",
+            "SIGKILL",
+            moment,
+            UNNOTICED,
+            "its audit showed the moment; the process is gone",
+            act,
+            is_short=moment == "computing",
+        )
+        for moment, act in (
+            ("queued", kill_queued("prefill")),
+            ("computing", kill_worker("prefill", PREFILLING)),
+            ("transferring", kill_worker("prefill", TRANSFERRING)),
+        )
+    ),
+    Row(
+        "prefill-frozen",
+        7,
+        "prefill worker",
+        "SIGSTOP 8 s",
+        "computing",
+        "given up by its silence; every answer is right; comes back as a new incarnation",
+        "state T",
+        freeze_worker("prefill", PREFILLING, 8.0),
+    ),
+    Row(
+        "prefill-slow",
+        10,
+        "prefill worker",
+        "runs a tenth of the time for 8 s",
+        "steady",
+        UNNOTICED,
+        "state T, many times",
+        slow_worker("prefill", 8.0),
+    ),
+    Row(
+        "handoff-deaf",
+        11,
+        "handoff",
+        "all packets of a pair dropped for 6 s",
+        "moving KV",
+        "given up at the link's time-out, done again; every answer is right",
+        "TCP retransmits",
+        drop_link("both", 6.0),
+        is_short=True,
+    ),
+    Row(
+        "handoff-slow",
+        12,
+        "handoff",
+        "KV connections limited to 200 kB/s for 8 s",
+        "steady",
+        "no inner time-out; every answer is right",
+        "the kernel's pacing rate",
+        slow_link(200_000, 8.0),
+    ),
+    *(
+        Row(
+            f"handoff-reset-{link}",
+            13,
+            "handoff",
+            f"RST on the {link} connections of a pair",
+            "moving KV",
+            UNNOTICED,
+            "connections reset",
+            reset_link(link),
+            is_short=link == "kv",
+        )
+        for link in ("control", "kv")
+    ),
+    Row(
+        "handoff-one-way",
+        14,
+        "handoff",
+        "packets to the prefill worker dropped for 6 s",
+        "moving KV",
+        "every answer is right; no block stays held",
+        "TCP retransmits",
+        drop_link("prefill", 6.0),
+    ),
+    *(
+        Row(
+            f"decode-killed-{moment}",
+            16,
+            "decode worker",
+            "SIGKILL",
+            moment,
+            "a pause, then the same tokens",
+            "its audit showed the moment; the process is gone",
+            kill_worker("decode", phases),
+            is_short=moment == "decoding",
+        )
+        for moment, phases in (("transferring", RESERVED), ("decoding", DECODING))
+    ),
+    Row(
+        "decode-frozen",
+        20,
+        "decode worker",
+        "SIGSTOP 8 s",
+        "decoding",
+        "given up by its silence; every answer is right; comes back as a new incarnation",
+        "state T",
+        freeze_worker("decode", DECODING, 8.0),
+    ),
+    Row(
+        "router-link-deaf",
+        20,
+        "router-worker link",
+        "all packets dropped for 6 s",
+        "decoding",
+        "given up by its silence; every answer is right",
+        "TCP retransmits",
+        drop_router_link("decode", 6.0),
+    ),
+    Row(
+        "redis-killed",
+        21,
+        "Redis",
+        "SIGKILL again and again for 8 s",
+        "steady",
+        UNNOTICED,
+        "the processes are gone",
+        kill_redis(8.0),
+        is_short=True,
+    ),
+    Row(
+        "redis-silent",
+        22,
+        "Redis",
+        "SIGSTOP 8 s: connected and silent",
+        "steady",
+        UNNOTICED,
+        "state T",
+        silence_redis(8.0),
+    ),
+    Row(
+        "host-busy",
+        29,
+        "host",
+        "two processor hogs for 8 s",
+        "steady",
+        "no false death; every answer is right",
+        "processor time of the hogs",
+        hogs(2, 8.0),
+    ),
+)
+
+
+def rows_named(names: str) -> tuple[Row, ...]:
+    """By name, by number, or by the beginning of a name; comma-separated."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    found = tuple(row for row in ROWS if any(row.name.startswith(name) or str(row.number) == name for name in wanted))
+    if not found:
+        raise SystemExit(f"no such row: {names}; there are {', '.join(row.name for row in ROWS)}")
+    return found
