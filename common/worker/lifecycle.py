@@ -32,6 +32,7 @@ from common.telemetry.logs import get_logger
 from common.telemetry.metrics import Metrics
 from common.worker.audit import Audit
 from common.worker.control import RoleChange, RoleChangeFailed, WorkerControl
+from common.worker.loading_progress import shown_loading
 from common.worker.reporting import report_stats
 from common.worker.router_streams import RouterStreams
 
@@ -115,7 +116,8 @@ async def run_worker(config: WorkerConfig, control: WorkerControl, build_of: Bui
     async with AsyncExitStack() as stack:
         stack.callback(control.report_ended)
         get_logger().info("worker_loading", worker_id=config.worker_id, role=config.role)
-        loaded = await asyncio.to_thread(load_model, config)
+        async with shown_loading(config) as progress:
+            loaded = await asyncio.to_thread(load_model, config, progress)
         metrics = Metrics(loaded.served_name, config.role, config.worker_id)
         metrics.inc("pdserve_model_loads")
         endpoint = metrics.serve(config.host, config.metrics_port)
