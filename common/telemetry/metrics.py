@@ -98,6 +98,7 @@ METRICS: tuple[Spec, ...] = (
     Spec("pdserve_preemptions", "counter", "Sequences put back for lack of blocks", alias="vllm:num_preemptions"),
     Spec("pdserve_traces_dropped", "counter", "Traces that the collector did not take"),
     Spec("pdserve_model_loads", "counter", "Times that this process has read the model's weights"),
+    Spec("pdserve_lives_given_up", "counter", "Lives that a worker ended by itself: frozen, wedged", ("reason",)),
     Spec("pdserve_role_changes", "counter", "Changes to another role, weights kept", ("to_role",)),
     Spec("pdserve_role_change_seconds", "histogram", "A role change, from being asked to being ready"),
     Spec("pdserve_build_info", "gauge", "Versions, value 1", ("version",)),

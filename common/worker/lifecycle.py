@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import grpc
@@ -35,6 +36,7 @@ from common.worker.control import RoleChange, RoleChangeFailed, WorkerControl
 from common.worker.loading_progress import shown_loading
 from common.worker.reporting import report_stats
 from common.worker.router_streams import RouterStreams
+from common.worker.vitality import until_over
 
 # Generated code has no types.
 _add_to_server: Any = worker_pb2_grpc.add_WorkerServiceServicer_to_server
@@ -123,7 +125,7 @@ async def run_worker(config: WorkerConfig, control: WorkerControl, build_of: Bui
         endpoint = metrics.serve(config.host, config.metrics_port)
         stack.callback(endpoint.close)
         process = _Process(control, build_of, endpoint.port)
-        await _serve_role(process, Surroundings(config, loaded, metrics), control.report_ready)
+        await _serve_lives(process, Surroundings(config, loaded, metrics), control.report_ready)
         while (change := control.next_role()) is not None:
             loaded = refit(loaded, change.config)
             metrics = _change_metrics(metrics, change)
@@ -132,7 +134,7 @@ async def run_worker(config: WorkerConfig, control: WorkerControl, build_of: Bui
                 metrics.observe("pdserve_role_change_seconds", time.monotonic() - change.asked_s)
                 control.report_changed(description)
 
-            await _serve_role(process, Surroundings(change.config, loaded, metrics), report)
+            await _serve_lives(process, Surroundings(change.config, loaded, metrics), report)
 
 
 def _change_metrics(metrics: Metrics, change: RoleChange) -> Metrics:
@@ -141,7 +143,23 @@ def _change_metrics(metrics: Metrics, change: RoleChange) -> Metrics:
     return metrics.relabeled(change.config.role, change.config.worker_id)
 
 
-async def _serve_role(process: _Process, around: Surroundings, report_ready: Callable[[dict[str, Any]], None]) -> None:
+async def _serve_lives(process: _Process, around: Surroundings, report_ready: Callable[[dict[str, Any]], None]) -> None:
+    """A role to its end. A life that stood still past its lease is followed by another around the same weights."""
+    while await _serve_role(process, around, report_ready) is _End.OUTLIVED:
+        around = Surroundings(around.config, refit(around.loaded, around.config), around.metrics)
+        report_ready = _ignore
+
+
+def _ignore(description: dict[str, Any]) -> None:
+    """Whoever waited for the role has heard of its first life."""
+
+
+class _End(Enum):
+    ASKED = "asked"  # to drain, to stop, to take another role
+    OUTLIVED = "outlived"  # it stood still past its lease
+
+
+async def _serve_role(process: _Process, around: Surroundings, report_ready: Callable[[dict[str, Any]], None]) -> _End:
     """One life of a role, to its end. Raises RoleChangeFailed if what follows it could not use the model."""
     config, control = around.config, process.control
     async with AsyncExitStack() as stack:
@@ -163,9 +181,11 @@ async def _serve_role(process: _Process, around: Surroundings, report_ready: Cal
         get_logger().info(
             "worker_ready", worker_id=config.worker_id, role=config.role, address=address, num_blocks=info.num_blocks
         )
-        await _serve_until_end(control, role, around)
-    if control.next_role() is not None and not await role.is_quiet(QUIET_LIMIT_S):
+        end = await _serve_until_end(control, role, around)
+    is_followed = end is _End.OUTLIVED or control.next_role() is not None
+    if is_followed and not await role.is_quiet(QUIET_LIMIT_S):
         raise RoleChangeFailed(f"{config.worker_id} still computes {QUIET_LIMIT_S:g} s after its role was closed")
+    return end
 
 
 def _build(
@@ -227,7 +247,8 @@ def _describe(around: Surroundings, address: str) -> WorkerInfo:
     )
 
 
-async def _serve_until_end(control: WorkerControl, role: RoleWorker, around: Surroundings) -> None:
+async def _serve_until_end(control: WorkerControl, role: RoleWorker, around: Surroundings) -> _End:
+    over = asyncio.create_task(until_over(around.config.lease_s, lambda: role.stats().state))
     async with asyncio.TaskGroup() as tasks:
         helpers: list[asyncio.Future[Any]] = [
             tasks.create_task(report_stats(role.stats, around.streams.broadcast, around.metrics)),
@@ -235,14 +256,25 @@ async def _serve_until_end(control: WorkerControl, role: RoleWorker, around: Sur
             tasks.create_task(_drain_after(control.until_change_is_asked(), role)),
         ]
         ended = [asyncio.ensure_future(control.stopped.wait()), asyncio.ensure_future(role.drained.wait())]
-        causes: set[asyncio.Future[Any]] = {*ended, role.failed}
+        causes: set[asyncio.Future[Any]] = {*ended, role.failed, over}
         try:
-            await asyncio.wait(causes, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(causes, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (*helpers, *ended):
+            for task in (*helpers, *ended, over):
                 task.cancel()
     if role.failed.done():
         role.failed.result()  # not inside the group, which would hide what it was
+    is_asked = control.stopped.is_set() or any(future in done for future in ended)  # which wins over a new life
+    return _give_up(over, around) if over in done and not is_asked else _End.ASKED
+
+
+def _give_up(over: "asyncio.Task[float]", around: Surroundings) -> _End:
+    """Raises StepWedged, which ends the process."""
+    reason = "frozen" if over.exception() is None else "wedged"
+    around.metrics.inc("pdserve_lives_given_up", reason=reason)
+    get_logger().error("worker_life_given_up", worker_id=around.config.worker_id, reason=reason)
+    over.result()
+    return _End.OUTLIVED
 
 
 async def _drain_after(asked: Awaitable[float], role: RoleWorker) -> None:

@@ -52,6 +52,9 @@ class LoadingProgress:
 async def shown_loading(config: WorkerConfig) -> AsyncIterator[Progress]:
     """While it is open, the progress that is noted is told; afterwards the worker is not loading any more."""
     progress = LoadingProgress(config.worker_id, config.role)
+    if not config.redis_url:  # nobody to tell
+        yield progress.note
+        return
     reports = loading_reports(config.redis_url, config.namespace)
     is_done = asyncio.Event()
     telling = asyncio.create_task(_tell(reports, progress, config.worker_id, is_done))

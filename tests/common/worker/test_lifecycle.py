@@ -17,6 +17,7 @@ from common.messages import WorkerInfo, WorkerStats
 from common.worker.audit import Audit
 from common.worker.control import RoleChangeFailed, WorkerControl
 from common.worker.lifecycle import Surroundings, run_worker
+from common.worker.vitality import StepWedged
 from tests.tiny_model import write_tiny_model
 from tests.waiting import until
 
@@ -97,6 +98,9 @@ class Rig:
 
     async def until_role_says(self, call: str) -> None:
         await self._until(lambda: call in self.roles[-1].calls)
+
+    async def until_there_are(self, num_lives: int) -> None:
+        await self._until(lambda: len(self.roles) == num_lives)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         async def is_so() -> bool:
@@ -304,3 +308,57 @@ def _note_registrations(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]
 
     monkeypatch.setattr(WorkerPresence, "__init__", init)
     return lambda presence: made[id(presence)]
+
+
+async def test_a_frozen_life_is_followed_by_another_incarnation_around_the_same_weights(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = asyncio.Event()
+    _freeze_when(frozen, monkeypatch)
+    async with running(config_of(model)) as rig:
+        first = await rig.until_ready()
+        frozen.set()
+        await rig.until_there_are(2)
+        assert rig.roles[0].calls == ["close"], "it neither drains nor answers: everybody has given it up"
+        assert rig.roles[1].around.ref.worker_id == first["worker_id"]
+        assert rig.roles[1].around.ref.incarnation != first["incarnation"]
+        assert rig.roles[1].around.loaded.model is rig.roles[0].around.loaded.model
+        text = await scrape(first)
+        assert 'pdserve_lives_given_up_total{model_name="tiny",reason="frozen"' in text
+        assert "pdserve_model_loads_total" in text
+
+
+async def test_a_frozen_worker_that_shall_end_does_not_begin_anew(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = asyncio.Event()
+    _freeze_when(frozen, monkeypatch)
+    async with running(config_of(model)) as rig:
+        await rig.until_ready()
+        rig.control.request_stop()
+        frozen.set()
+        await rig.ended()
+        assert len(rig.roles) == 1
+
+
+async def test_a_wedged_step_ends_the_worker(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def over(*_: object) -> float:
+        raise StepWedged("a step does not end")
+
+    monkeypatch.setattr("common.worker.lifecycle.until_over", over)
+    async with running(config_of(model)) as rig:
+        await rig.until_ready()
+        with pytest.raises(StepWedged):
+            await rig.ended()
+        assert [role.calls for role in rig.roles] == [["close"]]
+
+
+def _freeze_when(frozen: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first life stands still when the event is set."""
+    watches = 0
+
+    async def over(*_: object) -> float:
+        nonlocal watches
+        watches += 1
+        await (frozen.wait() if watches == 1 else asyncio.Event().wait())
+        return 9.0
+
+    monkeypatch.setattr("common.worker.lifecycle.until_over", over)
