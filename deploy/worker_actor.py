@@ -7,6 +7,8 @@ import json
 import threading
 from typing import Any, Protocol, cast
 
+from common.telemetry.logs import configure_logs
+
 WORKER_CLASS = "deploy.roles:WorkerOfAnyRole"
 
 
@@ -33,6 +35,7 @@ class WorkerActor:
     def __init__(self, class_name: str, config_json: str, *, is_fitted_to_node: bool = False) -> None:
         self._is_fitted_to_node = is_fitted_to_node
         config_json = self._fitted(config_json)
+        configure_logs(str(json.loads(config_json).get("worker_id", "worker")))
         module, _, name = class_name.partition(":")
         self._worker = cast(HostedWorker, getattr(importlib.import_module(module), name)(config_json))
         self._changing = threading.Lock()

@@ -3,11 +3,40 @@
 Ids, counts and durations only: never prompt or output text, keys or salts.
 """
 
+import json
 import logging
 import os
 import sys
+from typing import TextIO, cast
 
 import structlog
+
+
+class LossyStream:
+    """Writes to another stream; what cannot be written is lost, and how much that was is said when it can be again.
+
+    Work must not fail because its log does: the disk may be full.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._num_lost = 0
+
+    def write(self, text: str) -> int:
+        try:
+            if self._num_lost:
+                lost = {"num_lost": self._num_lost, "level": "warning", "event": "log_lines_lost"}
+                self._stream.write(f"{json.dumps(lost)}\n")
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            self._num_lost += text.count("\n")
+        else:
+            self._num_lost = 0
+        return len(text)
+
+    def flush(self) -> None:
+        """`write` has done it."""
 
 
 def configure_logs(process: str, level: str = "") -> None:
@@ -22,7 +51,7 @@ def configure_logs(process: str, level: str = "") -> None:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LossyStream(sys.stderr))),
     )
     structlog.contextvars.bind_contextvars(process=process)
 

@@ -120,3 +120,18 @@ compute.close()
 sys.exit(7)
 """
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no names elsewhere")
+def test_the_thread_can_be_told_from_the_others_by_its_name() -> None:
+    runner = FakeRunner()
+    done: queue.Queue[str] = queue.Queue()
+
+    def note(result: StepResult) -> None:
+        with open(f"/proc/self/task/{threading.get_native_id()}/comm") as file:
+            done.put(file.read().strip())
+
+    compute = ComputeThread(runner, note, lambda step_id, reason: None)
+    compute.submit(StepPlan(1, ()))
+    assert done.get(timeout=5) == "compute"
+    compute.close()

@@ -1,0 +1,41 @@
+"""The log never fails the work that it is about, and says what it lost."""
+
+import errno
+import io
+import json
+
+from common.telemetry.logs import LossyStream
+
+
+class Disk(io.StringIO):
+    """A stream on a disk that may be full."""
+
+    is_full = False
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_a_line_that_cannot_be_written_is_lost_and_nothing_fails() -> None:
+    disk = Disk()
+    stream = LossyStream(disk)
+    disk.is_full = True
+    print("one", file=stream, flush=True)  # type: ignore[arg-type]
+    assert disk.getvalue() == ""
+
+
+def test_how_much_was_lost_is_said_once_there_is_room_again() -> None:
+    disk = Disk()
+    stream = LossyStream(disk)
+    stream.write("zero\n")
+    disk.is_full = True
+    stream.write("one\n")
+    stream.write("two\n")
+    disk.is_full = False
+    stream.write("three\n")
+    stream.write("four\n")
+    zero, lost, *rest = disk.getvalue().splitlines()
+    assert (zero, rest) == ("zero", ["three", "four"])
+    assert json.loads(lost) == {"event": "log_lines_lost", "level": "warning", "num_lost": 2}
