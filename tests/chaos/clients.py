@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import random
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -145,7 +146,7 @@ class Clients:
     ) -> None:
         self.entries: list[Entry] = []
         self._url, self._grpc_address = url, grpc_address
-        self._questions = questions
+        self.questions = questions
         self._at_once = at_once
         self._leaving, self._leaving_within_s = leaving, leaving_within_s
         self._unshared = unshared
@@ -168,6 +169,10 @@ class Clients:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         await self._http.aclose()
         await self._channel.close()
+
+    @property
+    def ended(self) -> list[Entry]:
+        return [entry for entry in self.entries if entry.outcome is not None]
 
     def start(self, count: int | None = None) -> None:
         """Begin; `count` limits the number of requests."""
@@ -198,11 +203,22 @@ class Clients:
             entry.end(Outcome.CUT, type(error).__name__)
         return entry
 
+    async def ask_slowly(self, question: Question, silent_for_s: float) -> Entry:
+        """A stream into a small buffer of which nothing is read for a while."""
+        options = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
+        async with httpx.AsyncClient(
+            timeout=REQUEST_TIMEOUT_S, transport=httpx.AsyncHTTPTransport(socket_options=options)
+        ) as http:
+            entry = Entry(next(self._names), question, Api.HTTP_STREAM, time.monotonic())
+            self.entries.append(entry)
+            await self._stream(entry, http, silent_for_s)
+            return entry
+
     async def _keep_asking(self) -> None:
         while not self._is_stopping and self._num_left != 0:
             if self._num_left is not None:
                 self._num_left -= 1
-            question, api = self._rng.choice(self._questions), self._rng.choice(list(Api))
+            question, api = self._rng.choice(self.questions), self._rng.choice(list(Api))
             is_leaving = self._rng.random() < self._leaving
             entry = await self.ask(
                 question, api, self._rng.uniform(0.0, self._leaving_within_s) if is_leaving else None
@@ -210,12 +226,15 @@ class Clients:
             if self._pause_s or entry.outcome in (Outcome.ERROR, Outcome.CUT):
                 await asyncio.sleep(max(self._pause_s, 0.2 if entry.outcome is not Outcome.RIGHT else 0.0))
 
-    async def _stream(self, entry: Entry) -> None:
+    async def _stream(self, entry: Entry, http: httpx.AsyncClient | None = None, silent_for_s: float = 0.0) -> None:
         body, headers = _body(entry), {"x-request-id": entry.request_id}
-        async with self._http.stream("POST", f"{self._url}/v1/completions", json=body, headers=headers) as reply:
+        async with (http or self._http).stream(
+            "POST", f"{self._url}/v1/completions", json=body, headers=headers
+        ) as reply:
             if reply.status_code != 200:
                 entry.end(Outcome.ERROR, f"{reply.status_code} {_error_type(await reply.aread())}")
                 return
+            await asyncio.sleep(silent_for_s)
             async for line in reply.aiter_lines():
                 if line == "data: [DONE]" and entry.outcome is None:
                     entry.end(Outcome.RIGHT)

@@ -1,6 +1,7 @@
 """The cluster under fault: who its processes are, what its connections are, and what it is doing right now."""
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import grpc
 import httpx
 import psutil
+import redis
 
 from common.config import ClusterConfig
 from common.messages import Holding
@@ -68,6 +70,16 @@ class Rig:
     def redis_pid(self) -> int:
         return self._pid_of("redis-server", "valkey-server")
 
+    def router_config(self) -> dict[str, Any]:
+        """The file that the router was started with; it has the URL of Redis."""
+        command = psutil.Process(self.router_pid()).cmdline()
+        loaded: dict[str, Any] = json.loads(Path(command[command.index("--config") + 1]).read_text())
+        return loaded
+
+    def redis(self) -> redis.Redis:
+        """A client; close it."""
+        return redis.Redis.from_url(self.router_config()["redis_url"], socket_timeout=5)
+
     def gcs_pid(self) -> int:
         return self._pid_of("gcs_server")
 
@@ -118,6 +130,13 @@ class Rig:
         except grpc.RpcError:
             return ()
         return () if found is None else tuple(found.holdings)
+
+    def answers(self, worker: Worker) -> bool:
+        """Whether the worker's event loop is alive."""
+        try:
+            return ask(worker).audit is not None
+        except grpc.RpcError:
+            return False
 
     async def until_whole(self, limit_s: float = 90.0) -> None:
         """Every worker of both pools is ready, in the router's eyes, and no dead one is counted."""
