@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check proto aot bench bench-peers gpu sim explore chaos clean install lines
+.PHONY: demo test check proto aot bench bench-peers gpu sim explore chaos soak clean install lines
 
 install: $(STAMP)
 
@@ -52,6 +52,10 @@ bench-peers: install
 # ROWS=name,name takes some of them.
 chaos: install
 	@$(BIN)/python -m tests.chaos --only "$(ROWS)"
+
+# Mixed load for SOAK_SECONDS (600) with a random fault each minute and a quiet end; writes build/soak.json.
+soak: install
+	@$(BIN)/python -m tests.chaos.soak
 
 lines: install
 	@$(BIN)/python -m tests.tools.lines
