@@ -24,6 +24,31 @@ class ModelConfig(BaseModel):
     max_model_len: int = Field(0, ge=0, description="longest sequence in tokens; 0 = the model's own limit")
 
 
+class TlsSettings(BaseModel):
+    """Mutual TLS between the components, from mounted files that may be replaced at any time."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cert_file: str = Field("", description="PEM certificate of this component; {role} stands for what it is")
+    key_file: str = Field("", description="its private key, PEM; {role} as above")
+    ca_file: str = Field("", description="PEM certificates of the CA that signs the components; alone: for commands")
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> "TlsSettings":
+        if bool(self.cert_file) != bool(self.key_file) or (self.cert_file and not self.ca_file):
+            raise ValueError("cert_file, key_file and ca_file go together")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.cert_file)
+
+    def paths_of(self, component: str) -> tuple[str, str, str]:
+        """Certificate, key and CA of a component: router, prefill, decode or operator."""
+        cert_file, key_file = (path.replace("{role}", component) for path in (self.cert_file, self.key_file))
+        return cert_file, key_file, self.ca_file
+
+
 class WorkerSettings(BaseModel):
     """What all workers of a pool share."""
 
@@ -59,6 +84,8 @@ class WorkerConfig(WorkerSettings):
     model: ModelConfig
     redis_url: str = ""
     namespace: str = "pdserve"
+    tls: TlsSettings = TlsSettings()
+    insecure: bool = False
 
 
 class RouterSettings(BaseModel):
@@ -93,6 +120,14 @@ class RouterSettings(BaseModel):
     )
     admin_key: str = Field("", description="what /admin/v1 asks for; empty = open to whoever reaches the port")
     keep_requests: int = Field(1000, ge=0, description="finished requests kept for /admin/v1/requests")
+    cert_file: str = Field("", description="PEM certificate that clients of both APIs see; empty = no TLS")
+    key_file: str = Field("", description="its private key, PEM")
+
+    @model_validator(mode="after")
+    def _has_certificate_and_key(self) -> "RouterSettings":
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ValueError("cert_file and key_file go together")
+        return self
 
 
 def _unique_router_id() -> str:
@@ -106,6 +141,7 @@ class RouterConfig(RouterSettings):
     model: ModelConfig
     redis_url: str = ""
     namespace: str = "pdserve"
+    tls: TlsSettings = TlsSettings()
 
 
 class PoolSettings(BaseModel):
@@ -154,7 +190,9 @@ class ClusterConfig(BaseModel):
 
     redis_url: str = Field("", description="empty = start a Redis of our own (pdserve up)")
     namespace: str = Field("pdserve", pattern=r"^[A-Za-z0-9._-]{1,128}$", description="prefix of every Redis key")
+    insecure: bool = Field(False, description="listen beyond loopback without TLS: the network must be trusted")
     model: ModelConfig = ModelConfig()
+    tls: TlsSettings = TlsSettings()
     pools: PoolSettings = PoolSettings()
     autoscale: AutoscaleSettings = AutoscaleSettings()
     router: RouterSettings = RouterSettings()
@@ -163,12 +201,13 @@ class ClusterConfig(BaseModel):
 
     def router_config(self) -> RouterConfig:
         """What the router of this cluster needs to know."""
-        shared = {"model": self.model, "redis_url": self.redis_url, "namespace": self.namespace}
+        shared = {"model": self.model, "redis_url": self.redis_url, "namespace": self.namespace, "tls": self.tls}
         unset = set() if self.router.router_id else {"router_id"}
         return RouterConfig(**self.router.model_dump(exclude=unset), **shared)
 
     def worker_config(self, role: Literal["prefill", "decode"], worker_id: str) -> WorkerConfig:
         """What one worker of this cluster needs to know."""
         settings = self.prefill_worker if role == "prefill" else self.decode_worker
-        shared = {"model": self.model, "redis_url": self.redis_url, "namespace": self.namespace}
-        return WorkerConfig(**settings.model_dump(), **shared, role=role, worker_id=worker_id)
+        shared = {"model": self.model, "redis_url": self.redis_url, "namespace": self.namespace, "tls": self.tls}
+        own = {"role": role, "worker_id": worker_id, "insecure": self.insecure}
+        return WorkerConfig(**settings.model_dump(), **shared, **own)

@@ -2,12 +2,15 @@
 
 import json
 import os
+import ssl
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from deploy.trust import CA_VARIABLE, trusting_ca, trusting_only
 
 TIMEOUT_S = 10.0
 # The key travels in the environment: a command line is there for every user of the machine to read.
@@ -24,10 +27,14 @@ class Unhealthy(Exception):
 
 
 class AdminClient:
-    """One router, by its HTTP address; `key` is its admin key, by default the one in the environment."""
+    """One router, by its HTTP address; `key` is its admin key, by default the one in the environment.
 
-    def __init__(self, url: str, key: str | None = None) -> None:
+    `cert_file`: the one certificate to believe; without it, https is checked against the CA of the environment.
+    """
+
+    def __init__(self, url: str, key: str | None = None, cert_file: str = "") -> None:
         self._url = url.rstrip("/")
+        self._cert_file = cert_file
         self._key = os.environ.get(KEY_VARIABLE, "") if key is None else key
 
     def state(self) -> dict[str, Any]:
@@ -44,14 +51,14 @@ class AdminClient:
         """What the router knows, twice a second until the caller leaves. Raises AdminFailed when it goes away."""
         request = urllib.request.Request(f"{self._url}/admin/v1/events", headers=self._headers())
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            with self._open(request) as reply:
                 for line in reply:
                     if line.startswith(b"data: "):
                         yield json.loads(line[6:])
         except urllib.error.HTTPError as error:
             raise AdminFailed(_message(error.code, error.read())) from error
         except OSError as error:
-            raise self._no_answer() from error
+            raise self._no_answer(error) from error
         raise AdminFailed(f"the router at {self._url} has closed the stream")
 
     def readiness(self) -> dict[str, Any]:
@@ -74,7 +81,7 @@ class AdminClient:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self._url}{path}", data=data, headers=self._headers(), method=method)
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            with self._open(request) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
             content = error.read()
@@ -82,12 +89,23 @@ class AdminClient:
                 return json.loads(content)
             raise AdminFailed(_message(error.code, content)) from error
         except (urllib.error.URLError, OSError, ValueError) as error:
-            raise self._no_answer() from error
+            raise self._no_answer(error) from error
+
+    def _open(self, request: urllib.request.Request) -> Any:
+        """The reply. The certificate to believe is read each time: it may have been replaced."""
+        if not self._url.startswith("https:"):
+            return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        context = trusting_only(self._cert_file) if self._cert_file else trusting_ca()
+        return urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context)
 
     def _headers(self) -> dict[str, str]:
         return {"content-type": "application/json", **({"x-admin-key": self._key} if self._key else {})}
 
-    def _no_answer(self) -> AdminFailed:
+    def _no_answer(self, error: Exception) -> AdminFailed:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            text = f"the certificate of {self._url} is not trusted ({reason.verify_message}): put its CA into"
+            return AdminFailed(f"{text} ${CA_VARIABLE}")
         return AdminFailed(
             f"nothing answers at {self._url}: is pdserve up running? (--url or $PDSERVE_URL names another address)"
         )

@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 
-from common.grpc_options import channel_options
 from common.messages import Holding
 from common.pb import worker_pb2, worker_pb2_grpc
+from common.tls.identity import Component, Identity
 from common.worker.audit import Audit, audit_from_pb
 from deploy.admin import AdminClient
 from deploy.show import table
@@ -35,27 +35,34 @@ class Finding:
     problems: tuple[str, ...]
 
 
-def run_audit(url: str, *, as_json: bool) -> int:
-    """Print the books of every worker; 1 when something is wrong, else 0."""
+def run_audit(url: str, *, as_json: bool, identity: Identity | None = None) -> int:
+    """Print the books of every worker; 1 when something is wrong, else 0. `identity`: who asks, as an operator."""
     workers = AdminClient(url).state()["workers"]
+    asker = identity or Identity(Component.OPERATOR, "")
     with ThreadPoolExecutor(MAX_ASKED_AT_ONCE) as threads:
-        findings = list(threads.map(ask, workers))
+        findings = list(threads.map(lambda worker: ask(worker, asker), workers))
     print(json.dumps([as_dict(finding) for finding in findings]) if as_json else "\n".join(lines_of(findings)))
     return 1 if any(finding.problems for finding in findings) else 0
 
 
-def ask(worker: Mapping[str, Any]) -> Finding:
+def ask(worker: Mapping[str, Any], identity: Identity) -> Finding:
     """One worker's books. A worker that does not answer is a problem, not an error."""
     worker_id = str(worker["worker_id"])
     try:
-        with grpc.insecure_channel(worker["address"], options=channel_options()) as channel:
+        with identity.blocking_channel(worker["address"], worker["role"]) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
             found = audit_from_pb(stub.Audit(worker_pb2.AuditRequest(), timeout=TIMEOUT_S))
     except grpc.RpcError as error:
-        return Finding(worker_id, None, (f"does not answer: {error.code().name}",))
+        return Finding(worker_id, None, (f"does not answer: {_reason(error)}",))
     except ValueError as error:
         return Finding(worker_id, None, (f"answers nonsense: {error}",))
     return Finding(worker_id, found, tuple(problems_of(found)))
+
+
+def _reason(error: grpc.RpcError) -> str:
+    """A refusal says by itself whose certificate is not what it should be."""
+    code: grpc.StatusCode = error.code()
+    return f"{code.name}: {error.details()}" if code is grpc.StatusCode.PERMISSION_DENIED else code.name
 
 
 def problems_of(found: Audit) -> Iterator[str]:

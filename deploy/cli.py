@@ -59,6 +59,10 @@ Autoscale = Annotated[
 Traces = Annotated[
     str | None, typer.Option("--otlp-traces-endpoint", help="Send traces there (http://host:4318/v1/traces).")
 ]
+Tls = Annotated[Path | None, typer.Option("--tls", help="Directory of pdserve certs: TLS between all and to clients.")]
+Insecure = Annotated[
+    bool | None, typer.Option("--insecure/--no-insecure", help="Listen beyond loopback without TLS, if asked to.")
+]
 Server = Annotated[str, typer.Option(envvar="PDSERVE_SERVER", help="gRPC address of a router.")]
 Url = Annotated[str, typer.Option(envvar="PDSERVE_URL", help="HTTP address of a router.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -82,12 +86,14 @@ def up(
     autoscale: Autoscale = None,
     redis_url: RedisUrl = None,
     otlp_traces_endpoint: Traces = None,
+    tls: Tls = None,
+    insecure: Insecure = None,
     config: ConfigFile = None,
     json: AsJson = False,
 ) -> None:
     """Run a whole cluster on this machine until Ctrl-C, SIGTERM, or the end of the parent process."""
     from deploy.commands import run_up
-    from deploy.settings import load_settings
+    from deploy.settings import load_settings, tls_flags
 
     flags: dict[str, object] = {
         "model.path": model,
@@ -100,6 +106,8 @@ def up(
         "router.otlp_traces_endpoint": otlp_traces_endpoint,
         "autoscale.enabled": autoscale,
         "redis_url": redis_url,
+        "insecure": insecure,
+        **tls_flags(tls),
     }
     for pool in ("prefill_worker", "decode_worker"):
         flags |= {f"{pool}.dtype": dtype, f"{pool}.attention": attention}
@@ -144,11 +152,29 @@ def status(url: Url = DEFAULT_URL, json: AsJson = False) -> None:
 
 
 @app.command()
-def audit(url: Url = DEFAULT_URL, json: AsJson = False) -> None:
+def audit(url: Url = DEFAULT_URL, tls: Tls = None, config: ConfigFile = None, json: AsJson = False) -> None:
     """Ask every worker who holds its KV blocks and for how long. Exit code 1 when a pool does not add up."""
+    from common.tls.identity import Component, Identity
     from deploy.audit import run_audit
+    from deploy.settings import load_settings, tls_flags
 
-    raise typer.Exit(run_audit(url, as_json=json))
+    settings = load_settings(tls_flags(tls), config).config
+    operator = Identity(Component.OPERATOR, settings.namespace, settings.tls)
+    raise typer.Exit(run_audit(url, as_json=json, identity=operator))
+
+
+@app.command()
+def certs(
+    directory: Annotated[Path, typer.Argument(help="Where to put them; run again to renew them.")],
+    host: Annotated[list[str] | None, typer.Option(help="Name or address of a router for clients; repeatable.")] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Make a CA and a certificate for each component, for development; --tls DIRECTORY then uses them."""
+    from deploy.certs import make_certs
+    from deploy.settings import load_settings
+
+    for path in make_certs(directory, load_settings({}, config).config.namespace, host or ()):
+        print(path)
 
 
 @app.command()
@@ -223,11 +249,13 @@ def router(
     local_prefill_max_tokens: LocalPrefill = None,
     redis_url: RedisUrl = None,
     otlp_traces_endpoint: Traces = None,
+    tls: Tls = None,
+    insecure: Insecure = None,
     config: ConfigFile = None,
 ) -> None:
     """Run one router: both APIs. Workers, and the other routers of the cluster, are found in Redis."""
     from deploy.commands import run_router
-    from deploy.settings import load_settings
+    from deploy.settings import load_settings, tls_flags
 
     flags = {
         "model.path": model,
@@ -237,6 +265,8 @@ def router(
         "router.local_prefill_max_tokens": local_prefill_max_tokens,
         "router.otlp_traces_endpoint": otlp_traces_endpoint,
         "redis_url": redis_url,
+        "insecure": insecure,
+        **tls_flags(tls),
     }
     run_router(load_settings(flags, config).config)
 
@@ -249,14 +279,23 @@ def worker(
     host: Annotated[str | None, typer.Option(help="Address to listen on, and where others reach it.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="gRPC port; 0 = any free one.")] = None,
     redis_url: RedisUrl = None,
+    tls: Tls = None,
+    insecure: Insecure = None,
     config: ConfigFile = None,
 ) -> None:
     """Run one worker in this process, without Ray."""
     from deploy.commands import run_one_worker
-    from deploy.settings import load_settings
+    from deploy.settings import load_settings, tls_flags
 
     pool = f"{role.value}_worker"
-    flags = {"model.path": model, f"{pool}.host": host, f"{pool}.port": port, "redis_url": redis_url}
+    flags = {
+        "model.path": model,
+        f"{pool}.host": host,
+        f"{pool}.port": port,
+        "redis_url": redis_url,
+        "insecure": insecure,
+        **tls_flags(tls),
+    }
     run_one_worker(load_settings(flags, config).config, role.value, worker_id)
 
 

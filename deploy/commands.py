@@ -9,6 +9,7 @@ from typing import Literal
 from common.config import ClusterConfig
 from deploy import show
 from deploy.admin import AdminClient, AdminFailed, wait_for_sizes, wait_until_gone
+from deploy.exposure import check_router, check_worker
 from deploy.settings import InvalidSettings, env_name, load_settings
 
 
@@ -21,10 +22,13 @@ def run_up(config: ClusterConfig, *, as_json: bool) -> int:
     """`pdserve up`: a cluster until somebody ends it."""
     from deploy.local import LocalCluster, run_local
 
+    check_router(config)
+    for role in ("prefill", "decode"):
+        check_worker(config, role)
     config = with_model(config)
 
     async def serve(cluster: LocalCluster) -> int:
-        client = AdminClient(cluster.http_url, config.router.admin_key)
+        client = cluster.admins()[0]
         state = await asyncio.to_thread(client.state)
         model = await asyncio.to_thread(client.model_name)
         if as_json:
@@ -100,6 +104,7 @@ def run_router(config: ClusterConfig) -> None:
     from common.telemetry.logs import configure_logs
     from router.app import run
 
+    check_router(config)
     config = with_model(_with_redis(config))
     router = config.router_config()
     configure_logs(router.router_id)
@@ -124,6 +129,7 @@ def run_one_worker(config: ClusterConfig, role: Literal["prefill", "decode"], wo
     from common.telemetry.logs import configure_logs
     from deploy.worker_process import run_worker
 
+    check_worker(config, role)
     config = with_model(_with_redis(config))
     configure_logs(worker_id)
     run_worker(config.worker_config(role, worker_id), config.pools.drain_grace_s)

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,7 +12,10 @@ import grpc
 from common.grpc_options import channel_options
 from common.pb import generation_pb2 as pb
 from common.pb import generation_pb2_grpc
+from deploy.trust import CA_VARIABLE, ca_file
 from deploy.waterfall import Waterfall, render
+
+_TLS_SCHEME = "https://"
 
 
 class GenerateFailed(Exception):
@@ -96,7 +100,7 @@ class Answer:
 def ask(server: str, question: Ask, on_text: Callable[[str], None], timeout_s: float | None = None) -> Answer:
     """Run one request; `on_text` gets the text piece by piece. Raises GenerateFailed."""
     answer = Answer()
-    with grpc.insecure_channel(server, options=channel_options()) as channel:
+    with _channel(server) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             for response in stub.Generate(question.request(), timeout=timeout_s):
@@ -119,6 +123,18 @@ def print_answer(server: str, question: Ask, *, as_json: bool, timeout_s: float 
         f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), answer {usage.completion_tokens}; "
         f"prefill on {answer.accepted.prefill_worker_id or 'nobody'}, decode on {answer.accepted.decode_worker_id}"
     )
+
+
+def _channel(server: str) -> grpc.Channel:
+    """`https://HOST:PORT` means TLS; the CA is that of the environment, or one of the machine's."""
+    if not server.startswith(_TLS_SCHEME):
+        return grpc.insecure_channel(server, options=channel_options())
+    path = ca_file()
+    try:
+        credentials = grpc.ssl_channel_credentials(Path(path).read_bytes() if path else None)
+    except OSError as error:
+        raise GenerateFailed(f"{path} (from {CA_VARIABLE}): {error.strerror}") from error
+    return grpc.secure_channel(server.removeprefix(_TLS_SCHEME), credentials, options=channel_options())
 
 
 def _take(answer: Answer, response: pb.GenerateResponse, on_text: Callable[[str], None]) -> None:

@@ -45,12 +45,14 @@ class LocalCluster:
     @property
     def http_urls(self) -> list[str]:
         """Of every router."""
-        return [f"http://{settings.host}:{settings.http_port}" for settings in router_settings(self.config)]
+        scheme = "https" if self.config.router.cert_file else "http"
+        return [f"{scheme}://{settings.host}:{settings.http_port}" for settings in router_settings(self.config)]
 
     @property
     def grpc_addresses(self) -> list[str]:
         """Of every router."""
-        return [f"{settings.host}:{settings.grpc_port}" for settings in router_settings(self.config)]
+        scheme = "https://" if self.config.router.cert_file else ""
+        return [f"{scheme}{settings.host}:{settings.grpc_port}" for settings in router_settings(self.config)]
 
     @property
     def http_url(self) -> str:
@@ -59,6 +61,11 @@ class LocalCluster:
     @property
     def grpc_address(self) -> str:
         return self.grpc_addresses[0]
+
+    def admins(self) -> list[AdminClient]:
+        """The administration API of every router, with its key; believes none but our own routers."""
+        settings = self.config.router
+        return [AdminClient(url, settings.admin_key, settings.cert_file) for url in self.http_urls]
 
 
 # Returns the exit code of the command. Cancelled when the cluster has to stop.
@@ -167,8 +174,7 @@ class _Running:
     def _autoscaler(self) -> AutoscaleLoop | None:
         if not self._config.autoscale.enabled:
             return None
-        clients = [AdminClient(url, self._config.router.admin_key) for url in LocalCluster(self._config).http_urls]
-        return AutoscaleLoop(self._config.autoscale, clients, self._report)
+        return AutoscaleLoop(self._config.autoscale, LocalCluster(self._config).admins(), self._report)
 
     async def _use_when_ready(self, use: Use) -> int:
         for router in self._routers:

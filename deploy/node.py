@@ -8,6 +8,7 @@ from typing import Any
 
 from common.config import WorkerConfig
 from common.messages import Role
+from deploy.exposure import check_worker_host
 from deploy.ray_local import resource_name
 from deploy.worker_env import has_gpu, num_cores, worker_environment
 
@@ -23,6 +24,7 @@ def fit_to_node(config_json: str) -> str:
     num_threads = config.num_threads or threads_of(resources, num_cores())
     # Of Ray's `util` only what `import ray` has loaded: the address by which other nodes reach this one.
     fitted = config.model_copy(update={"host": ray.util.get_node_ip_address(), "num_threads": num_threads})
+    check_worker_host(fitted.host, fitted.tls, insecure=fitted.insecure)
     os.environ.update(worker_environment(fitted, has_gpu=has_gpu()))
     _show_gpus()
     return fitted.model_dump_json()

@@ -10,6 +10,7 @@ from pathlib import Path
 from common.config import ClusterConfig, RouterSettings
 from deploy.process import Child, StartFailed, start_child
 from deploy.settings import ENV_PREFIX
+from deploy.trust import trusting_only
 
 # Variables of ours that are not settings and that a child needs; settings come from its file.
 _KEPT = ("PDSERVE_SESSION", "PDSERVE_CACHE", "PDSERVE_LOG_LEVEL")
@@ -48,7 +49,8 @@ class RouterProcess:
         self.num_restarts = 0
         self._config_path = runtime_dir / f"{name}.json"
         self._log_path = runtime_dir / f"{name}.log"
-        self._url = f"http://{config.router.host}:{config.router.http_port}"
+        self._cert_file = config.router.cert_file
+        self._url = f"{'https' if self._cert_file else 'http'}://{config.router.host}:{config.router.http_port}"
         self._child: Child | None = None
         self._config_path.touch(mode=0o600)  # it holds the password of Redis
         self._config_path.write_text(config.model_dump_json())
@@ -71,7 +73,7 @@ class RouterProcess:
 
     async def is_ready(self) -> bool:
         """True when a request would be served: a prefill and a decode worker can pair."""
-        return await asyncio.to_thread(_answers_ok, f"{self._url}/ready")
+        return await asyncio.to_thread(_answers_ok, f"{self._url}/ready", self._cert_file)
 
     def log_tail(self) -> str:
         return "" if self._child is None else self._child.log_tail()
@@ -89,9 +91,10 @@ def _is_for_child(name: str) -> bool:
     return name in _KEPT or not name.startswith(ENV_PREFIX)
 
 
-def _answers_ok(url: str) -> bool:
+def _answers_ok(url: str, cert_file: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2.0) as reply:
+        context = trusting_only(cert_file) if cert_file else None
+        with urllib.request.urlopen(url, timeout=2.0, context=context) as reply:
             return int(reply.status) == 200
     except (urllib.error.URLError, OSError):
         return False

@@ -71,6 +71,20 @@ def load_settings(
     return Settings(config, tuple(Setting(path, final[path], layers[path][1]) for path in defaults))
 
 
+def tls_flags(directory: Path | None) -> dict[str, object]:
+    """Settings that use the certificates that `pdserve certs` puts into a directory; none without one."""
+    if directory is None:
+        return {}
+    folder = directory.expanduser().resolve()
+    return {
+        "tls.cert_file": f"{folder}/{{role}}.crt",
+        "tls.key_file": f"{folder}/{{role}}.key",
+        "tls.ca_file": f"{folder}/ca.crt",
+        "router.cert_file": f"{folder}/front.crt",
+        "router.key_file": f"{folder}/front.key",
+    }
+
+
 def env_name(path: str) -> str:
     """The environment variable of a setting."""
     section, _, name = path.rpartition(".")
@@ -91,6 +105,8 @@ def redact_url(url: str) -> str:
 def _flag_name(path: str) -> str:
     if path == "model.path":
         return "--model"
+    if path.startswith("tls.") or path in ("router.cert_file", "router.key_file"):
+        return "--tls"
     return "--" + path.rpartition(".")[2].replace("_", "-")
 
 

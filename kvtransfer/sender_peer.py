@@ -11,11 +11,11 @@ from typing import Any
 
 import grpc
 
-from common.grpc_options import channel_options
 from common.ids import WorkerRef
 from common.pb import handoff_pb2 as pb
 from common.pb import handoff_pb2_grpc
 from common.telemetry.logs import get_logger
+from common.tls.identity import Component
 from kvtransfer import wire
 from kvtransfer.cache_rows import CacheRows
 from kvtransfer.codec import ChunkCodec
@@ -102,7 +102,7 @@ class SenderPeer:
         raise_if_bug(result)
 
     async def _connect_and_exchange(self) -> None:
-        async with grpc.aio.insecure_channel(self._target.address, options=channel_options()) as channel:
+        async with self._settings.identity.channel(self._target.address, Component.DECODE) as channel:
             call = _stub_of(channel).Connect()
             try:
                 async with asyncio.timeout(self._settings.link_timeout_s):

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import grpc
@@ -12,6 +12,7 @@ import torch
 from common.errors import PeerError
 from common.ids import WorkerRef
 from common.request import PairingInfo
+from common.tls.identity import Component, Identity
 from kvtransfer.links.build import LinkPlan, build_link
 from kvtransfer.links.protocol import Link
 from kvtransfer.staging import StagingPool
@@ -33,6 +34,7 @@ class SessionSettings:
     digest: bool = True
     max_inflight_bytes: int = 32 << 20
     link_timeout_s: float = 30.0
+    identity: Identity = field(default_factory=lambda: Identity(Component.PREFILL, "pdserve"))
 
     @property
     def staging_device(self) -> torch.device:

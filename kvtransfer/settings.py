@@ -3,6 +3,7 @@
 from common.config import WorkerConfig
 from common.engine.loading import LoadedModel
 from common.ids import WorkerRef
+from common.tls.identity import Identity
 from kvtransfer.plan import ChunkPlanner
 from kvtransfer.session import SessionSettings
 
@@ -24,4 +25,5 @@ def session_settings(config: WorkerConfig, loaded: LoadedModel, ref: WorkerRef) 
         digest=config.digest,
         max_inflight_bytes=config.max_inflight_bytes,
         link_timeout_s=config.link_timeout_s,
+        identity=Identity(config.role, config.namespace, config.tls),
     )

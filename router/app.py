@@ -27,6 +27,7 @@ from common.prefix_index.reader import RedisIndexReader
 from common.prefix_index.registry import RedisRegistry
 from common.telemetry.logs import get_logger
 from common.telemetry.metrics import Metrics
+from router.front_tls import grpc_credentials, http_context
 from router.frontend import Frontend
 from router.grpc_server import GrpcServer
 from router.http_admin import AdminHooks, PoolStatus, ScalePool
@@ -104,7 +105,8 @@ async def serve(
         service = await stack.enter_async_context(_service(config, metrics, exporter))
         validator = Validator(model, config.default_deadline_s, random.Random())
         frontend = Frontend(service, tokenizer, model, validator, metrics)
-        grpc_server = GrpcServer(frontend, config.max_body_bytes, _address(config.host, config.grpc_port))
+        credentials = grpc_credentials(config.cert_file, config.key_file)
+        grpc_server = GrpcServer(frontend, config.max_body_bytes, _address(config.host, config.grpc_port), credentials)
         await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, _SERVER_GRACE_S)
         ports = RouterPorts(listener.getsockname()[1], grpc_server.port)
@@ -113,7 +115,8 @@ async def serve(
             metrics.exposition, _version(), scale_pool, pool_status, roll.routers, roll.loading, config.router_id
         )
         settings = HttpSettings(config.max_body_bytes, config.sse_keep_alive_s, config.admin_key)
-        http_server = HttpServer(build_app(frontend, settings, hooks), listener)
+        tls = http_context(config.cert_file, config.key_file)
+        http_server = HttpServer(build_app(frontend, settings, hooks), listener, tls)
         get_logger().info("router_started", http_port=ports.http, grpc_port=ports.grpc, model=model.name)
         if on_ready is not None:
             on_ready(ports)

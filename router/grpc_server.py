@@ -96,7 +96,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 class GrpcServer:
     """A bound and started server. Raises PortInUse when another process listens there."""
 
-    def __init__(self, frontend: Frontend, max_request_bytes: int, address: str) -> None:
+    def __init__(
+        self,
+        frontend: Frontend,
+        max_request_bytes: int,
+        address: str,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
         self._server = grpc.aio.server(options=server_options(max_request_bytes * limits.GRPC_HARD_LIMIT_FACTOR))
         servicer = GenerationServicer(frontend, max_request_bytes)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
@@ -104,9 +110,14 @@ class GrpcServer:
         names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         try:
-            self.port = int(self._server.add_insecure_port(address))
+            self.port = self._listen(address, credentials)
         except RuntimeError as error:
             raise PortInUse(f"cannot listen on {address}; choose another port with --grpc-port") from error
+
+    def _listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
+        if credentials is None:
+            return int(self._server.add_insecure_port(address))
+        return int(self._server.add_secure_port(address, credentials))
 
     async def start(self) -> None:
         await self._server.start()

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -39,7 +40,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 class HttpServer:
     """uvicorn without its own signal handlers: when to stop is decided by `router.app`."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
         self._listener = listener
         config = uvicorn.Config(
             app,
@@ -53,6 +54,7 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_TIMEOUT_S,
             timeout_graceful_shutdown=1,
+            ssl_context_factory=None if tls is None else lambda config, default: tls,
         )
         self._server = _Server(config)
 

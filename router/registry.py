@@ -9,6 +9,7 @@ from collections.abc import Callable
 from common.ids import RouterId, WorkerRef
 from common.messages import RouterMessage
 from common.prefix_index.protocol import Registration, Registry
+from common.tls.identity import Identity
 from router.events import RouterEvent, WorkersListed
 from router.worker_client import WorkerClient
 
@@ -18,8 +19,11 @@ POLL_INTERVAL_S = 0.5
 class WorkerDirectory:
     """Owns the clients and their tasks."""
 
-    def __init__(self, registry: Registry, router_id: RouterId, post: Callable[[RouterEvent], None]) -> None:
+    def __init__(
+        self, registry: Registry, router_id: RouterId, post: Callable[[RouterEvent], None], identity: Identity
+    ) -> None:
         self._registry = registry
+        self._identity = identity
         self._router_id = router_id
         self._post = post
         self._clients: dict[WorkerRef, WorkerClient] = {}
@@ -53,7 +57,7 @@ class WorkerDirectory:
         self._superseded &= refs
         for registration in listed:
             if registration.ref not in self._clients and registration.ref not in self._superseded:
-                client = WorkerClient(registration, self._router_id, self._post)
+                client = WorkerClient(registration, self._router_id, self._post, self._identity)
                 self._clients[registration.ref] = client
                 tasks.create_task(self._run_client(client))
         for ref, client in self._clients.items():

@@ -20,6 +20,7 @@ from common.ids import RequestId, RouterId
 from common.messages import Role, WorkerState
 from common.prefix_index.protocol import PrefixIndexReader, Registry
 from common.telemetry.logs import get_logger
+from common.tls.identity import Component, Identity
 from router.core import RouterCore
 from router.events import (
     ChoiceStopped,
@@ -71,7 +72,12 @@ class RouterService:
         self._request_metrics = RequestMetrics(self._metrics)
         self._clock = clock
         self._core = RouterCore(RouterLimits.of(config))
-        self._directory = WorkerDirectory(registry, RouterId(config.router_id), self._post)
+        self._directory = WorkerDirectory(
+            registry,
+            RouterId(config.router_id),
+            self._post,
+            Identity(Component.ROUTER, config.namespace, config.tls),
+        )
         self._streams: dict[RequestId, GenerationStream] = {}
         self._is_closing = False
         self._emptied = asyncio.Event()

@@ -20,6 +20,7 @@ from common.pb_batch import router_messages_to_pb, take_batch, worker_messages_f
 from common.pb_convert import router_message_to_pb, worker_message_from_pb
 from common.prefix_index.protocol import Registration
 from common.telemetry.logs import get_logger
+from common.tls.identity import Identity
 from router.events import RouterEvent, WorkerConnected, WorkerLost, WorkerMessageReceived
 
 HELLO_TIMEOUT_S = 5.0
@@ -34,8 +35,15 @@ _STREAM_ERRORS = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStat
 class WorkerClient:
     """Owns the channel, the call and the outgoing queue. `send`, `drop` and `retire` from the event loop's thread."""
 
-    def __init__(self, registration: Registration, router_id: RouterId, post: Callable[[RouterEvent], None]) -> None:
+    def __init__(
+        self,
+        registration: Registration,
+        router_id: RouterId,
+        post: Callable[[RouterEvent], None],
+        identity: Identity,
+    ) -> None:
         self.registration = registration
+        self._identity = identity
         self._router_id = router_id
         self._post = post
         self._queue: asyncio.Queue[RouterMessage] = asyncio.Queue(MAX_QUEUED_MESSAGES)
@@ -102,7 +110,8 @@ class WorkerClient:
     async def _open(self) -> AsyncIterator[Call]:
         # A subchannel of its own: a shared one would wait out the back-off of the worker's earlier life.
         options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(self.registration.address, options=options) as channel:
+        role = self.registration.role.value
+        async with self._identity.channel(self.registration.address, role, options) as channel:
             call: Call = worker_pb2_grpc.WorkerServiceStub(channel).Connect()  # type: ignore[no-untyped-call]
             try:
                 yield call

@@ -31,6 +31,8 @@ from common.prefix_index.protocol import PrefixIndexWriter, Registration
 from common.prefix_index.redis import WorkerPresence
 from common.telemetry.logs import get_logger
 from common.telemetry.metrics import Metrics
+from common.tls.admission import interceptors
+from common.tls.identity import Identity
 from common.worker.audit import Audit
 from common.worker.control import RoleChange, RoleChangeFailed, WorkerControl
 from common.worker.loading_progress import shown_loading
@@ -84,7 +86,8 @@ class Surroundings:
     def __init__(self, config: WorkerConfig, loaded: LoadedModel, metrics: Metrics) -> None:
         self.config = config
         self.loaded = loaded
-        self.server = grpc.aio.server(options=server_options())
+        self.identity = Identity(config.role, config.namespace, config.tls)
+        self.server = grpc.aio.server(interceptors=interceptors(self.identity), options=server_options())
         self.metrics = metrics
         self.ref = WorkerRef(config.worker_id, secrets.token_hex(8))
         self.streams: RouterStreams  # set before the first message can arrive
@@ -165,7 +168,7 @@ async def _serve_role(process: _Process, around: Surroundings, report_ready: Cal
     async with AsyncExitStack() as stack:
         stack.callback(get_logger().info, "worker_ended", worker_id=config.worker_id)
         stack.push_async_callback(around.server.stop, SERVER_STOP_GRACE_S)
-        address = f"{config.host}:{around.server.add_insecure_port(f'{config.host}:{config.port}')}"
+        address = f"{config.host}:{around.identity.add_port(around.server, f'{config.host}:{config.port}')}"
         info = _describe(around, address)
         presence, role = _build(process, around, info, address, stack)
         await around.server.start()

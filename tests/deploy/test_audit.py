@@ -13,6 +13,7 @@ from common.ids import AttemptId, RequestId, WorkerRef
 from common.kv.block_pool import PoolStats
 from common.messages import Holding, Role
 from common.pb import worker_pb2, worker_pb2_grpc
+from common.tls.identity import Component, Identity
 from common.worker.audit import Audit, audit_to_pb
 from deploy import audit
 from deploy.admin import AdminClient
@@ -41,7 +42,7 @@ def worker(found: Audit) -> Iterator[str]:
 
 
 def audited(monkeypatch: pytest.MonkeyPatch, *addresses: str, as_json: bool = False) -> int:
-    workers = [{"worker_id": f"w{idx}", "address": address} for idx, address in enumerate(addresses)]
+    workers = [{"worker_id": f"w{idx}", "role": "decode", "address": address} for idx, address in enumerate(addresses)]
     monkeypatch.setattr(AdminClient, "state", lambda self: {"workers": workers})
     return run_audit("http://127.0.0.1:1", as_json=as_json)
 
@@ -102,6 +103,6 @@ def test_what_is_a_little_late_waits_for_a_step_or_a_transfer() -> None:
 
 def test_a_worker_that_answers_nonsense_is_a_problem() -> None:
     with worker(replace(GOOD, role="router")) as address:  # type: ignore[arg-type]
-        finding = ask({"worker_id": "w", "address": address})
+        finding = ask({"worker_id": "w", "address": address, "role": "decode"}, Identity(Component.OPERATOR, ""))
     assert finding == Finding("w", None, ("answers nonsense: 'router' is not a valid Role",))
     assert "WRONG" in "\n".join(lines_of([finding]))

@@ -18,6 +18,8 @@ SCHEMA_PATH = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "pdserve
 DECIDED_BY_CHART = frozenset(("router_id", "host", "port", "http_port", "grpc_port", "metrics_port", "admin_key"))
 # These are the pools' own minReplicas and maxReplicas, and the router's Service.
 DECIDED_BY_CHART |= {"prefill_min", "prefill_max", "decode_min", "decode_max", "router_url"}
+# From Secrets, by `tls` in the values.
+DECIDED_BY_CHART |= {"cert_file", "key_file"}
 _LINE = 118
 
 

@@ -22,6 +22,7 @@
   "metrics_port" .Values.router.metricsPort -}}
 {{- dict
   "namespace" (include "pdserve.fullname" .)
+  "insecure" true
   "model" $model
   "pools" $pools
   "autoscale" (merge $autoscale .Values.config.autoscale)

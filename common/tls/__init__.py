@@ -1,0 +1,1 @@
+"""Mutual TLS between the components, and TLS towards clients; certificates are mounted files that may change."""

@@ -1,0 +1,26 @@
+"""Certificates for tests: made once per process, by the command that makes them for people."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from common.config import TlsSettings
+from deploy.certs import make_certs
+
+NAMESPACE = "pdserve"
+
+
+def new_certs(directory: Path, namespace: str = NAMESPACE, *, days: int = 30) -> Path:
+    """A CA and certificates in a directory of their own. Skips the test where there is no openssl."""
+    if shutil.which("openssl") is None:
+        pytest.skip("the openssl command is not installed")
+    make_certs(directory, namespace, days=days)
+    return directory
+
+
+def tls_settings(directory: Path) -> TlsSettings:
+    """What `--tls DIRECTORY` sets."""
+    return TlsSettings(
+        cert_file=f"{directory}/{{role}}.crt", key_file=f"{directory}/{{role}}.key", ca_file=f"{directory}/ca.crt"
+    )
