@@ -34,7 +34,9 @@ from deploy.ray_local import resource_name
 
 ANNOUNCE_INTERVAL_S = 0.5
 # One look at whether a worker has ended; its end is told at once in any case.
-WAIT_S = 30.0
+WAIT_S = 5.0
+# A look that takes so much longer: the worker is frozen, though Ray sees a process. It is ended and replaced.
+SILENCE_S = 20.0
 # An actor that is not on a node by then waits for one, and that is told.
 PLACING_S = 30.0
 _MAX_REASON_CHARS = 400
@@ -168,7 +170,7 @@ class RayPools:
             self._report(worker_id, _ready_text(description, time.monotonic() - started_s))
             self._loop.post(WorkerReady(worker_id))
             self._note_change()
-            while not await handle.wait.remote(WAIT_S):
+            while not await _has_ended(handle):
                 pass
         except Exception as error:  # whatever ended a worker's process: it becomes an event with its reason
             reason = _reason(error)
@@ -194,6 +196,15 @@ class RayPools:
             await asyncio.wait_for(_result(handle.__ray_ready__.remote()), PLACING_S)
         except TimeoutError:
             self._report(worker_id, f"waits for a Ray node that offers {resource_name(role)}")
+
+
+async def _has_ended(handle: Any) -> bool:
+    """Looks for `WAIT_S`. Raises TimeoutError for a worker that does not even answer the question."""
+    try:
+        async with asyncio.timeout(WAIT_S + SILENCE_S):
+            return bool(await handle.wait.remote(WAIT_S))
+    except TimeoutError:
+        raise TimeoutError(f"it has not answered for {SILENCE_S:g} s") from None
 
 
 async def _result(reference: Any) -> None:

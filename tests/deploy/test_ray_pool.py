@@ -121,6 +121,22 @@ async def test_a_killed_actor_is_replaced_by_a_new_process_and_the_reason_is_tol
         assert rig.pools.status()[1].num_crashes == 1
 
 
+async def test_a_frozen_actor_is_ended_and_replaced(ray: None, box: RedisBox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. SIGSTOP for good; 2. Ray still sees a process; 3. it is killed, and another takes its place."""
+    monkeypatch.setattr("deploy.ray_pool.WAIT_S", 0.2)
+    monkeypatch.setattr("deploy.ray_pool.SILENCE_S", 5.0)
+    async with running(box, "frozen", prefill=0, decode=1) as rig:
+        await rig.until_sizes(0, 1)
+        os.kill(rig.pids("decode-0")[0], signal.SIGSTOP)
+
+        async def is_replaced() -> bool:
+            return len(rig.pids("decode-0")) == 2
+
+        await until(is_replaced, LIMIT_S)
+        await until(lambda: _is_gone(rig.pids("decode-0")[0]), LIMIT_S)
+        assert ("decode-0", "ended: it has not answered for 5 s") in rig.reports
+
+
 async def test_a_worker_that_does_not_start_is_told_with_its_reason(ray: None, box: RedisBox) -> None:
     async with running(box, "fails", prefill=0, decode=1, path="fails") as rig:
 
