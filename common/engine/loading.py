@@ -60,7 +60,7 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
     is_plain = spec.has_plain_attention and not is_quantized(kv_dtype)
     backend = _backend(attention, ops if is_plain else None)
     weights = open_weights(checkpoint, dtype, device, partial(progress, LoadPhase.WEIGHTS))
-    model = build_decoder(spec, weights, backend, device, ops)
+    model = build_decoder(spec, weights, backend, device, ops, ops.products if ops else None)
     runner = ModelRunner(model, cache, device, ops)
     progress(LoadPhase.SELF_TEST, 0.0)
     self_test(runner)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from common.kv.fence import Fence, StreamFence
 from common.kv.quantized import is_quantized, row_bytes
+from common.native.huge_pages import advise_huge_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,10 @@ class KVCache:
             dtype=shape.dtype,
             device=device,
         )
+        advise_huge_pages(self.data)
         self.layers: tuple[torch.Tensor, ...] = self.data.unbind(0)
+        # None: what computes and what copies are in one order anyway
+        self.fence: Fence | None = StreamFence(shape.num_layers) if self.data.is_cuda else None
 
     @property
     def num_slots(self) -> int:

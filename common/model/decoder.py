@@ -13,10 +13,12 @@ from common.checkpoint import CheckpointError, ModelSpec
 from common.model import llama, qwen2, qwen3
 from common.model.backend import AttentionBackend, AttentionBatch, AttentionOptions
 from common.model.elementwise import Elementwise, TorchElementwise
+from common.model.fused import FusedStack, fused_stack
 from common.model.layers import LayerInputs, RmsNorm
 from common.model.linear import Linear
 from common.model.rope import cos_sin_table
 from common.model.weights import Weights
+from common.native.products import NativeProducts
 
 LayerHook = Callable[[int], None]
 
@@ -42,11 +44,24 @@ LAYER_BUILDERS: dict[str, LayerBuilder] = {
 class Decoder:
     """Immutable once built. Not thread-safe only where its attention backend is not."""
 
-    def __init__(self, embedding: torch.Tensor, layers: Sequence[Layer], norm: RmsNorm, head: Linear) -> None:
+    def __init__(
+        self,
+        embedding: torch.Tensor,
+        layers: Sequence[Layer],
+        norm: RmsNorm,
+        head: Linear,
+        fused: FusedStack | None = None,
+    ) -> None:
         self._embedding = embedding  # [vocab_size, hidden_size]
         self._layers = layers
         self._norm = norm
         self._head = head
+        self._fused = fused
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether steps over a plain KV cache are one compiled call."""
+        return self._fused is not None
 
     def forward(
         self,
@@ -61,6 +76,8 @@ class Decoder:
         In the last layer only the wanted rows are computed past attention, and nothing when none is wanted.
         """
         hidden = F.embedding(token_ids, self._embedding)
+        if self._fused is not None and self._fused.can_run(kv):
+            return self._fused.forward(hidden, batch, kv, logit_rows, layer_hook)
         for layer_idx, layer in enumerate(self._layers):
             q = layer.write_kv(hidden, kv[layer_idx], batch)
             if layer_hook is not None:
@@ -81,23 +98,25 @@ def build_decoder(
     backend: AttentionBackend,
     device: torch.device | str,
     ops: Elementwise | None = None,
+    products: NativeProducts | None = None,
 ) -> Decoder:
     """Read all weights and prepare them for `device`. Raises CheckpointError on a missing or unused weight.
 
-    `ops` = None is torch's.
+    `ops` = None is torch's; `products` = None leaves bfloat16 weights to torch.
     """
     ops = ops or TorchElementwise()
     if spec.architecture not in LAYER_BUILDERS:
         raise CheckpointError(f"architecture {spec.architecture!r} is not one of {', '.join(LAYER_BUILDERS)}")
     build_layer = LAYER_BUILDERS[spec.architecture]
-    shared = (backend, cos_sin_table(spec, device), ops)
+    shared = (backend, cos_sin_table(spec, device), ops, products)
     inputs = [LayerInputs(spec, weights, attention_options(spec, idx), *shared) for idx in range(spec.num_layers)]
     embedding = weights.take("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     layers = [build_layer(of_layer, f"model.layers.{idx}") for idx, of_layer in enumerate(inputs)]
     norm = RmsNorm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.rms_norm_eps, ops)
     head = embedding if spec.tie_embeddings else weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
     weights.check_all_taken()
-    return Decoder(embedding, layers, norm, Linear(head))
+    head_linear = Linear(head, None, products)
+    return Decoder(embedding, layers, norm, head_linear, fused_stack(layers, norm, head_linear, products))
 
 
 def attention_options(spec: ModelSpec, layer_idx: int) -> AttentionOptions:

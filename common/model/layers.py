@@ -10,34 +10,35 @@ from common.model.backend import AttentionBackend, AttentionBatch, AttentionOpti
 from common.model.elementwise import Elementwise
 from common.model.linear import Linear
 from common.model.weights import Weights
+from common.native.products import NativeProducts
 
 
 class RmsNorm:
     """x / rms(x) * weight over the last axis."""
 
     def __init__(self, weight: torch.Tensor, eps: float, ops: Elementwise) -> None:
-        self._weight = weight
-        self._eps = eps
+        self.weight = weight
+        self.eps = eps
         self._ops = ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._ops.rms_norm(x, self._weight, self._eps)
+        return self._ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual)"""
-        return self._ops.add_rms_norm(x, residual, self._weight, self._eps)
+        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class GatedMlp:
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(self, gate_up: Linear, down: Linear, ops: Elementwise) -> None:
-        self._gate_up = gate_up
-        self._down = down
+        self.gate_up = gate_up
+        self.down = down
         self._ops = ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._ops.silu_mul(self._gate_up(x)))
+        return self.down(self._ops.silu_mul(self.gate_up(x)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +102,16 @@ class LayerInputs:
     backend: AttentionBackend
     cos_sin: torch.Tensor  # [max_position, head_dim] float32
     ops: Elementwise
+    products: NativeProducts | None = None  # what bfloat16 weights are packed for, if anything
 
 
-def fused_linear(weights: Weights, name_to_size: Mapping[str, int], in_size: int, *, bias: bool) -> Linear:
+def linear(inputs: LayerInputs, weight: torch.Tensor) -> Linear:
+    """A product without bias."""
+    return Linear(weight, None, inputs.products)
+
+
+def fused_linear(inputs: LayerInputs, name_to_size: Mapping[str, int], in_size: int, *, bias: bool) -> Linear:
     """Several projections of the same input as one product; its output holds them in the order given."""
-    parts = [weights.take(f"{name}.weight", (size, in_size)) for name, size in name_to_size.items()]
-    biases = [weights.take(f"{name}.bias", (size,)) for name, size in name_to_size.items() if bias]
-    return Linear(torch.cat(parts), torch.cat(biases) if bias else None)
+    parts = [inputs.weights.take(f"{name}.weight", (size, in_size)) for name, size in name_to_size.items()]
+    biases = [inputs.weights.take(f"{name}.bias", (size,)) for name, size in name_to_size.items() if bias]
+    return Linear(torch.cat(parts), torch.cat(biases) if bias else None, inputs.products)

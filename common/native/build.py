@@ -1,4 +1,4 @@
-"""Compiles `ops.cpp` at first use and keeps the library in the cache directory. Without a compiler there is none.
+"""Compiles `ops.cpp` and its headers at first use, into the cache directory. Without a compiler there is no library.
 
 Safe for processes that start at once: each compiles into a file of its own and renames it. The name is a digest of
 the source, the flags, the compiler and the processor, so a stale or foreign library is never loaded.
@@ -60,8 +60,18 @@ def _openmp() -> list[str]:
 
 def _digest(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], check=True, timeout=TIMEOUT_S, capture_output=True).stdout
-    parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, torch.__version__.encode(), _processor())
+    parts = (
+        *(path.read_bytes() for path in _sources()),
+        " ".join(FLAGS).encode(),
+        version,
+        torch.__version__.encode(),
+        _processor(),
+    )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _sources() -> list[Path]:
+    return [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
 
 
 def _processor() -> bytes:

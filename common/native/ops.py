@@ -1,13 +1,14 @@
 """The compiled operators with tensors in front. Owns the library's handle; keeps no state."""
 
 import ctypes
-from typing import Any
 
 import torch
 
 from common.model.backend import AttentionBatch
 from common.model.elementwise import TorchElementwise
 from common.native.build import load_library
+from common.native.products import native_products
+from common.native.signature import function
 
 SUPPORTED = (torch.float32, torch.bfloat16)
 
@@ -16,13 +17,14 @@ class NativeOps:
     """Element-wise work, single-token attention and draws on the CPU. Not for other devices."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._add_rms_norm = _function(library, "pdserve_add_rms_norm", "pppppfiibb")
-        self._silu_mul = _function(library, "pdserve_silu_mul", "ppiibb")
-        self._rope_write = _function(library, "pdserve_rope_write", "ppppppiiipppiiiibb")
-        self._decode_attention = _function(library, "pdserve_decode_attention", "ppppiiiipppiifbb")
-        self._best = _function(library, "pdserve_best", "piiippb")
-        self._draw_candidates = _function(library, "pdserve_draw_candidates", "pppipppppiib")
+        self._add_rms_norm = function(library, "pdserve_add_rms_norm", "pppppfiibb")
+        self._silu_mul = function(library, "pdserve_silu_mul", "ppiibb")
+        self._rope_write = function(library, "pdserve_rope_write", "ppppppiiipppiiiibb")
+        self._decode_attention = function(library, "pdserve_decode_attention", "ppppiiiipppiifbb")
+        self._best = function(library, "pdserve_best", "piiippb")
+        self._draw_candidates = function(library, "pdserve_draw_candidates", "pppipppppiib")
         self._torch = TorchElementwise()
+        self.products = native_products(library)  # None where the processor has no bfloat16 products
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last axis."""
@@ -148,11 +150,3 @@ def _kind(x: torch.Tensor) -> tuple[bool, int]:
 
 def _threads() -> int:
     return torch.get_num_threads()
-
-
-def _function(library: ctypes.CDLL, name: str, signature: str) -> "ctypes._NamedFuncPointer":
-    """p = pointer, i = int64, f = float, b = int."""
-    types: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "b": ctypes.c_int}
-    function = library[name]
-    function.argtypes, function.restype = [types[kind] for kind in signature], None
-    return function
