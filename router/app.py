@@ -23,6 +23,7 @@ from common.checkpoint import open_checkpoint
 from common.cluster_reports import loading_reports, router_reports
 from common.config import RouterConfig
 from common.leased_reports import LeasedReports
+from common.prefix_index.mirror import MirroredIndexReader
 from common.prefix_index.reader import RedisIndexReader
 from common.prefix_index.registry import RedisRegistry
 from common.telemetry.logs import get_logger
@@ -186,11 +187,13 @@ async def _traces(config: RouterConfig, model: ServedModel, metrics: Metrics) ->
 async def _service(
     config: RouterConfig, metrics: Metrics, exporter: OtlpExporter | None
 ) -> AsyncIterator[RouterService]:
-    index = RedisIndexReader(config.redis_url, config.namespace)
+    reader = RedisIndexReader(config.redis_url, config.namespace)
+    index = MirroredIndexReader(reader, config.redis_url, config.namespace)
     registry = RedisRegistry(config.redis_url, config.namespace)
     on_end = exporter.add if exporter is not None else None
     service = RouterService(config, index, registry, metrics, on_end=on_end)
     try:
+        index.start()
         await service.start()
         yield service
     finally:

@@ -9,14 +9,15 @@ import hashlib
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import assert_never
 
 from common.config import RouterConfig
 from common.core_loop import CoreLoop
 from common.errors import InvalidRequest, NoReadyPair, PdserveError, RequestCancelled
 from common.hashing import block_hashes, hash_root
-from common.ids import RequestId, RouterId
+from common.ids import BlockHash, RequestId, RouterId, WorkerRef
 from common.messages import Role, WorkerState
 from common.prefix_index.protocol import PrefixIndexReader, Registry
 from common.telemetry.logs import get_logger
@@ -33,6 +34,7 @@ from router.events import (
     NoteRetry,
     NoteStaleHit,
     PrefixFound,
+    PrefixKey,
     RequestSubmitted,
     RouterEffect,
     RouterEvent,
@@ -48,6 +50,7 @@ from router.stream import GenerationStream
 from router.workers import Worker
 
 GAUGES_INTERVAL_S = 1.0
+MAX_HASH_ROOTS = 1024  # one for each cache salt in use
 _NO_METRICS = NullMetrics()
 
 
@@ -79,6 +82,7 @@ class RouterService:
             Identity(Component.ROUTER, config.namespace, config.tls),
         )
         self._streams: dict[RequestId, GenerationStream] = {}
+        self._hash_root = lru_cache(MAX_HASH_ROOTS)(_hash_root)
         self._is_closing = False
         self._emptied = asyncio.Event()
         self._started: asyncio.Future[asyncio.TaskGroup] | None = None
@@ -187,7 +191,7 @@ class RouterService:
             case SendToWorker(worker, message):
                 self._directory.send(worker, message)
             case LookupPrefix():
-                self._tasks.create_task(self._look_up(effect))
+                self._look_up(effect)
             case DropWorker(worker, reason, is_final):
                 self._directory.drop(worker, reason, is_final=is_final)
             case NoteRetry(request_id, lost, reason):
@@ -219,11 +223,19 @@ class RouterService:
         if record is not None and self._on_end is not None:
             self._on_end(record)
 
-    async def _look_up(self, lookup: LookupPrefix) -> None:
+    def _look_up(self, lookup: LookupPrefix) -> None:
         started_s = self._clock()
-        root = hash_root(dict(lookup.key.pairing.fields), lookup.key.block_size, lookup.cache_salt)
-        hashes = block_hashes(lookup.token_ids, lookup.key.block_size, root)
-        found = await self._index.longest_prefix(hashes, lookup.workers)
+        hashes = block_hashes(lookup.token_ids, lookup.key.block_size, self._hash_root(lookup.key, lookup.cache_salt))
+        known = self._index.known_prefix(hashes, lookup.workers)
+        if known is not None:
+            self._found(lookup, known, started_s)
+        else:
+            self._tasks.create_task(self._ask_index(lookup, hashes, started_s))
+
+    async def _ask_index(self, lookup: LookupPrefix, hashes: Sequence[BlockHash], started_s: float) -> None:
+        self._found(lookup, await self._index.longest_prefix(hashes, lookup.workers), started_s)
+
+    def _found(self, lookup: LookupPrefix, found: Mapping[WorkerRef, int], started_s: float) -> None:
         self._metrics.observe("pdserve_index_lookup_seconds", self._clock() - started_s)
         self._post(PrefixFound(lookup.attempt_id, lookup.key, tuple(found.items())))
 
@@ -251,6 +263,10 @@ class RouterService:
             for worker_state in WorkerState:
                 count = counts[role, worker_state]
                 self._metrics.set("pdserve_workers", count, worker_role=role, state=worker_state)
+
+
+def _hash_root(key: PrefixKey, cache_salt: bytes) -> BlockHash:
+    return hash_root(dict(key.pairing.fields), key.block_size, cache_salt)
 
 
 def _random_first_attempt() -> int:

@@ -29,6 +29,10 @@ class InMemoryIndex:
 
     async def longest_prefix(self, hashes: Sequence[BlockHash], workers: Sequence[WorkerRef]) -> dict[WorkerRef, int]:
         """Leading blocks of `hashes` per registered worker, those with at least one."""
+        return self.known_prefix(hashes, workers)
+
+    def known_prefix(self, hashes: Sequence[BlockHash], workers: Sequence[WorkerRef]) -> dict[WorkerRef, int]:
+        """The same at once."""
         live = [ref for ref in workers if ref in self._registrations]
         depths = {ref: _depth(hashes, self._hashes.get(ref, set())) for ref in live}
         return {ref: depth for ref, depth in depths.items() if depth > 0}

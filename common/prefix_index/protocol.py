@@ -18,6 +18,10 @@ class Registration:
 
 
 class PrefixIndexReader(Protocol):
+    def known_prefix(self, hashes: Sequence[BlockHash], workers: Sequence[WorkerRef]) -> dict[WorkerRef, int] | None:
+        """The answer of `longest_prefix` where nobody has to be asked for it, else None."""
+        ...
+
     async def longest_prefix(self, hashes: Sequence[BlockHash], workers: Sequence[WorkerRef]) -> dict[WorkerRef, int]:
         """Leading blocks of `hashes` that each of `workers` holds; a worker without any may be absent.
 

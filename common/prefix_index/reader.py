@@ -51,6 +51,9 @@ class RedisIndexReader:
         """True while Redis is not asked because it failed repeatedly."""
         return self._breaker.is_open
 
+    def known_prefix(self, hashes: Sequence[BlockHash], workers: Sequence[WorkerRef]) -> None:
+        """Nothing is known here."""
+
     async def longest_prefix(self, hashes: Sequence[BlockHash], workers: Sequence[WorkerRef]) -> dict[WorkerRef, int]:
         """Leading blocks of `hashes` per worker, those with at least one; {} when Redis can't say in time."""
         if not hashes or not workers:

@@ -19,7 +19,10 @@ local function sliced(command, key, packed)
 end
 """
 
-# KEYS: lease, members, sequence. ARGV: member width, ttl ms, expected sequence, added, removed.
+# A change is told to the routers' mirrors: "number before, number after, bytes added, ref" and a line end, then the
+# members added and those removed. A number before of -1: the set was emptied. Nobody may have to listen.
+
+# KEYS: lease, members, sequence. ARGV: member width, ttl ms, expected sequence, added, removed, channel, ref.
 # Answers the new sequence number, -1 for a gap, -2 when there is no lease.
 APPLY = (
     _SLICED
@@ -34,17 +37,30 @@ redis.call('PEXPIRE', KEYS[3], ttl)
 if #ARGV[4] + #ARGV[5] > 0 then
   sequence = sequence + 1
   redis.call('SET', KEYS[3], sequence, 'PX', ttl)
+  local head = table.concat({ARGV[3], sequence, #ARGV[4], ARGV[7]}, ' ')
+  redis.pcall('PUBLISH', ARGV[6], head .. '\\n' .. ARGV[4] .. ARGV[5])
 end
 return sequence
 """
 )
 
-# Start over with an empty set. KEYS: lease, members, sequence. ARGV: ttl ms, new sequence.
+# Start over with an empty set. KEYS: lease, members, sequence. ARGV: ttl ms, new sequence, channel, ref.
 RESET = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return -2 end
 redis.call('DEL', KEYS[2])
 redis.call('SET', KEYS[3], ARGV[2], 'PX', tonumber(ARGV[1]))
+redis.pcall('PUBLISH', ARGV[3], table.concat({-1, ARGV[2], 0, ARGV[4]}, ' ') .. '\\n')
 return tonumber(ARGV[2])
+"""
+
+# Tell one mirror a worker's whole set, on a channel of its own: the same connection brings it the changes after it.
+# KEYS: lease, members, sequence. ARGV: channel, ref, most members. Answers 0 when there is nothing to tell.
+COPY = """
+local sequence = redis.call('GET', KEYS[3])
+if redis.call('EXISTS', KEYS[1]) == 0 or not sequence then return 0 end
+if redis.call('SCARD', KEYS[2]) > tonumber(ARGV[3]) then return 0 end
+local members = table.concat(redis.call('SMEMBERS', KEYS[2]))
+return redis.call('PUBLISH', ARGV[1], table.concat({-1, sequence, #members, ARGV[2]}, ' ') .. '\\n' .. members)
 """
 
 # KEYS: lease and members of each worker in turn. ARGV: member width, packed hashes, echo.

@@ -25,6 +25,8 @@ MAX_BATCH = 4096
 MAX_PENDING = 1 << 17
 # After Redis refused additions for lack of memory: how long until the whole set is tried again.
 OUT_OF_MEMORY_PAUSE_S = 5.0
+# What a busy worker stores within this time travels as one batch; a hint may be this much later.
+LINGER_S = 0.005
 
 _GAP = -1
 
@@ -57,6 +59,7 @@ class RedisIndexWriter:
         self._reset = self._redis.register_script(RESET)
         keys = Keys(namespace)
         self._key_names = [keys.lease(ref), keys.members(ref), keys.sequence(ref)]
+        self._news = [keys.news, str(ref)]
         self._ttl_ms = int(lease_s * 1000)
         self._heartbeat_s = lease_s / 3
         self._snapshot = snapshot
@@ -89,6 +92,8 @@ class RedisIndexWriter:
                 self.counts.num_failed += 1
                 self._start_over()
             await wait_for_event(self._has_news, self._heartbeat_s)
+            if not self._is_closing:
+                await asyncio.sleep(LINGER_S)
 
     def stop(self) -> None:
         """Have `run` return. Not by cancelling: asyncio.wait_for in redis-py may swallow that (Python 3.11)."""
@@ -119,7 +124,7 @@ class RedisIndexWriter:
         # A number never used before: a batch of an earlier life still on its way can't be applied on top.
         self._sequence += 1
         async with asyncio.timeout(TIMEOUT_S):
-            answer = int(await self._reset(keys=self._key_names, args=[self._ttl_ms, self._sequence]))
+            answer = int(await self._reset(keys=self._key_names, args=[self._ttl_ms, self._sequence, *self._news]))
         if answer < 0:
             return False
         # No await from here: what the pool stores later is published on top of this snapshot.
@@ -162,9 +167,9 @@ class RedisIndexWriter:
         return await self._call_apply([], removed)
 
     async def _call_apply(self, added: Sequence[BlockHash], removed: Sequence[BlockHash]) -> int:
-        args: list[bytes | int] = [MEMBER_BYTES, self._ttl_ms, self._sequence, pack(added), pack(removed)]
+        args: list[bytes | int | str] = [MEMBER_BYTES, self._ttl_ms, self._sequence, pack(added), pack(removed)]
         async with asyncio.timeout(TIMEOUT_S):
-            return int(await self._apply(keys=self._key_names, args=args))
+            return int(await self._apply(keys=self._key_names, args=[*args, *self._news]))
 
 
 def _is_out_of_memory(error: ResponseError) -> bool:

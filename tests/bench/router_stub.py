@@ -1,7 +1,8 @@
 """Workers that compute nothing: the real gRPC servicer, registered in the real Redis, answering at once.
 
 One process holds a prefill and a decode worker. The decode worker emits one TokenBatch for all its attempts per
-step, as ours do; the steps are `step_s` apart. Run it as a module with a JSON configuration.
+step, as ours do; the steps are `step_s` apart. Each publishes the blocks of the prompts it is given, and evicts.
+Run it as a module with a JSON configuration.
 """
 
 import asyncio
@@ -9,12 +10,14 @@ import json
 import os
 import sys
 import time
+from itertools import islice
 
 import grpc
 import uvloop
 
 from common.grpc_options import server_options
-from common.ids import AttemptId, RouterId, WorkerRef
+from common.hashing import block_hashes, hash_root
+from common.ids import AttemptId, BlockHash, RouterId, WorkerRef
 from common.messages import (
     AttemptTokens,
     Cancel,
@@ -31,14 +34,16 @@ from common.messages import (
 )
 from common.pb import worker_pb2_grpc
 from common.prefix_index.protocol import Registration
-from common.prefix_index.registry import Lease
+from common.prefix_index.redis import WorkerPresence
 from common.request import FinishReason, PairingInfo, SampledToken, TokenEvent, Work
 from common.worker.router_streams import RouterStreams
 
 Message = Reserve | Prefill | Cancel | Drain
 STATS_INTERVAL_S = 0.5
 LEASE_S = 10.0
+BLOCK_SIZE = 16
 NUM_BLOCKS = 100_000
+NUM_CACHED = 20_000
 
 
 def token_of(work: Work, position: int) -> TokenEvent:
@@ -58,8 +63,12 @@ class StubWorker:
         self._has_work = asyncio.Event()
         ref = WorkerRef(f"{role.value}-0", f"{os.getpid()}")
         pairing = PairingInfo((("model", "stub"),))
-        self.info = WorkerInfo(ref, role, "stub", 16, NUM_BLOCKS, 8192, 256, os.getpid(), pairing, "127.0.0.1:1")
+        self.info = WorkerInfo(
+            ref, role, "stub", BLOCK_SIZE, NUM_BLOCKS, 8192, 256, os.getpid(), pairing, "127.0.0.1:1"
+        )
         self._streams = RouterStreams(self.info, self._on_message, lambda _: None)
+        self._cached: dict[BlockHash, None] = {}  # oldest first
+        self.presence: WorkerPresence
         self._server = grpc.aio.server(options=server_options())
 
     async def start(self) -> int:
@@ -68,6 +77,13 @@ class StubWorker:
         port: int = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         return port
+
+    async def register(self, redis_url: str, namespace: str, address: str) -> None:
+        registration = Registration(self.info.ref, self.role, address)
+        self.presence = WorkerPresence(
+            redis_url, namespace, registration, lease_s=LEASE_S, snapshot=lambda: [*self._cached]
+        )
+        await self.presence.start()
 
     async def say_stats(self) -> None:
         while True:
@@ -87,15 +103,26 @@ class StubWorker:
     def _on_message(self, router_id: RouterId, message: Message) -> None:
         match message:
             case Reserve(work):
+                self._store(work)
                 self._streams.send(router_id, Granted(work.attempt_id, 0, is_local=False))
                 if work.sampling.max_tokens > 1:
                     self._positions[work.attempt_id] = (router_id, work, -1)
                     self._has_work.set()
             case Prefill(work, prefill_try):
+                self._store(work)
                 first = (token_of(work, 0),)
                 self._streams.send(router_id, FirstTokens(work.attempt_id, prefill_try, first, 0.0, 0.0, 0))
             case Cancel(attempt_id):
                 self._positions.pop(attempt_id, None)
+
+    def _store(self, work: Work) -> None:
+        root = hash_root(dict(self.info.pairing.fields), BLOCK_SIZE, work.cache_salt)
+        stored = [each for each in block_hashes(work.token_ids, BLOCK_SIZE, root) if each not in self._cached]
+        self._cached.update(dict.fromkeys(stored))
+        evicted = list(islice(self._cached, max(0, len(self._cached) - NUM_CACHED)))
+        for block_hash in evicted:
+            del self._cached[block_hash]
+        self.presence.publish(stored, evicted)
 
     def _decode(self) -> None:
         batches: dict[RouterId, list[AttemptTokens]] = {}
@@ -120,9 +147,7 @@ async def main(config: dict[str, str]) -> None:
     async with asyncio.TaskGroup() as tasks:
         for worker in workers:
             address = addresses[worker.role.value] = f"127.0.0.1:{await worker.start()}"
-            registration = Registration(worker.info.ref, worker.role, address)
-            lease = Lease(config["redis_url"], config["namespace"], registration, LEASE_S)
-            tasks.create_task(lease.run())
+            await worker.register(config["redis_url"], config["namespace"], address)
             tasks.create_task(worker.say_stats())
             tasks.create_task(worker.step())
         print(json.dumps(addresses), flush=True)

@@ -282,6 +282,9 @@ async def test_worker_that_is_not_who_the_registry_says_is_not_used() -> None:
 
 async def test_slow_index_delays_a_request_only_by_its_bound() -> None:
     class SlowIndex(InMemoryIndex):
+        def known_prefix(self, hashes: object, workers: object) -> None:  # type: ignore[override]
+            return None
+
         async def longest_prefix(self, hashes: object, workers: object) -> dict[WorkerRef, int]:
             await asyncio.sleep(60)
             return {}
