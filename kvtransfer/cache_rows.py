@@ -5,7 +5,7 @@ index_copy_ wake torch's own pool and fight the forward pass for it: measured he
 0.1 to 0.5 GB/s, where numpy copies 35 to 45 GB/s.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -13,7 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.kv.fence import Fence
 from kvtransfer.events import Chunk
+
+# Copies the rows of some slots [num_tokens] int64 in some layers between a cache and a payload
+# [num_layers, 2, num_tokens, *row], as `pack_chunk` and `unpack_chunk` of `common.kernels.chunk` do.
+CopyChunk = Callable[[torch.Tensor, torch.Tensor, range, torch.Tensor], None]
 
 
 class CacheRows(Protocol):
@@ -28,11 +33,18 @@ class CacheRows(Protocol):
         ...
 
 
-def cache_rows(kv: torch.Tensor) -> CacheRows:
-    """Access to `kv` [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], which must stay alive."""
+def cache_rows(kv: torch.Tensor, fence: Fence | None = None) -> CacheRows:
+    """Access to `kv` [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], which must stay alive.
+
+    `fence` is what keeps copies behind the kernels that compute `kv`; None where nothing runs ahead.
+    """
     if kv.dim() != 6 or not kv.is_contiguous():
         raise ValueError(f"expected a contiguous 6-D KV cache, got {tuple(kv.shape)}, strides {kv.stride()}")
-    return TorchRows(kv) if kv.is_cuda else NumpyRows(kv)
+    if not kv.is_cuda:
+        return NumpyRows(kv)
+    from common.kernels.chunk import pack_chunk, unpack_chunk  # imports triton, which a CPU does without
+
+    return TorchRows(kv, pack_chunk, unpack_chunk, fence)
 
 
 def bytes_per_token_layer(kv: torch.Tensor) -> int:
@@ -74,29 +86,46 @@ class NumpyRows:
 
 
 class TorchRows:
-    """A cache on a GPU (works on any device). Copies on a side stream and waits for it.
+    """A cache on a GPU (works on any device). Copies on a stream of its own, never ahead of `fence`; waits for it."""
 
-    Whoever reports a layer as computed must have waited for the kernel that wrote it.
-    """
-
-    def __init__(self, kv: torch.Tensor) -> None:
-        num_layers, _, num_blocks, self._block_size, num_kv_heads, head_dim = kv.shape
-        row_bytes = num_kv_heads * head_dim * kv.element_size()
-        self._rows = kv.view(torch.uint8).view(num_layers, 2, num_blocks * self._block_size, row_bytes)
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        pack: CopyChunk | None = None,
+        unpack: CopyChunk | None = None,
+        fence: Fence | None = None,
+    ) -> None:
+        self._kv = kv
+        self._pack = pack or _pack
+        self._unpack = unpack or _unpack
+        self._fence = fence
         self._stream: torch.cuda.Stream | None = torch.cuda.Stream(kv.device) if kv.is_cuda else None  # type: ignore[no-untyped-call]
 
     def gather(self, chunk: Chunk, block_table: tuple[int, ...], out: torch.Tensor) -> None:
+        slots = self._slots(chunk, block_table)
         with self._on_stream():
-            rows = self._rows[chunk.layer_start : chunk.layer_end]
-            packed = rows.index_select(2, self._slots(chunk, block_table))
-            out.copy_(packed.view(-1), non_blocking=True)
+            if self._fence is not None:
+                self._fence.wait_for_layers(self._stream, chunk.layer_end)
+            payload = self._payload(chunk, out if out.device == self._kv.device else None)
+            self._pack(self._kv, slots.to(self._kv.device), range(chunk.layer_start, chunk.layer_end), payload)
+            if out.device != self._kv.device:
+                out.copy_(payload.view(torch.uint8).view(-1), non_blocking=True)
 
     def scatter(self, chunk: Chunk, block_table: tuple[int, ...], data: torch.Tensor) -> None:
+        slots = self._slots(chunk, block_table)
         with self._on_stream():
-            rows = self._rows[chunk.layer_start : chunk.layer_end]
-            slots = self._slots(chunk, block_table)
-            source = data.to(self._rows.device, non_blocking=True)
-            rows.index_copy_(2, slots, source.view(rows.shape[0], 2, len(slots), rows.shape[3]))
+            if self._fence is not None:
+                self._fence.wait_for_all(self._stream)  # kernels of the slots' last owner may still be on the way
+            payload = self._payload(chunk, data.to(self._kv.device, non_blocking=True))
+            self._unpack(self._kv, slots.to(self._kv.device), range(chunk.layer_start, chunk.layer_end), payload)
+
+    def _payload(self, chunk: Chunk, data: torch.Tensor | None) -> torch.Tensor:
+        """`data` (uint8, 1-D, on the device) or new memory, as [num_layers, 2, num_tokens, *row]."""
+        row = self._kv.shape[4:]
+        shape = (chunk.layer_end - chunk.layer_start, 2, chunk.token_end - chunk.token_start, *row)
+        if data is None:
+            return torch.empty(shape, dtype=self._kv.dtype, device=self._kv.device)
+        return data.view(self._kv.dtype).view(shape)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -106,7 +135,21 @@ class TorchRows:
             self._stream.synchronize()
 
     def _slots(self, chunk: Chunk, block_table: tuple[int, ...]) -> torch.Tensor:
-        return torch.from_numpy(_slots(chunk, block_table, self._block_size, self._rows.shape[2])).to(self._rows.device)
+        num_slots = self._kv.shape[2] * self._kv.shape[3]
+        return torch.from_numpy(_slots(chunk, block_table, self._kv.shape[3], num_slots))
+
+
+def _pack(kv: torch.Tensor, slots: torch.Tensor, layers: range, payload: torch.Tensor) -> None:
+    rows = kv.view(torch.uint8)[layers.start : layers.stop].flatten(2, 3)
+    payload.view(torch.uint8).copy_(rows.index_select(2, slots))
+
+
+def _unpack(kv: torch.Tensor, slots: torch.Tensor, layers: range, payload: torch.Tensor) -> None:
+    kv.view(torch.uint8)[layers.start : layers.stop].flatten(2, 3).index_copy_(2, slots, payload.view(torch.uint8))
+
+
+def _slots(self, chunk: Chunk, block_table: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(_slots(chunk, block_table, self._block_size, self._rows.shape[2])).to(self._rows.device)
 
 
 def _slots(chunk: Chunk, block_table: tuple[int, ...], block_size: int, num_slots: int) -> npt.NDArray[np.int64]:

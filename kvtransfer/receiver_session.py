@@ -46,7 +46,7 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
         self._loop = asyncio.get_running_loop()
         self._shared = ReceiverShared(
             settings,
-            cache_rows(settings.kv),
+            cache_rows(settings.kv, settings.fence),
             post,
             settings.new_staging_pool(),
             RendezvousStore(settings.host, settings.link_timeout_s),

@@ -19,7 +19,7 @@ class SenderSessions:
     def __init__(self, settings: SessionSettings, post: Post) -> None:
         self._settings = settings
         self._post = post
-        self._rows = cache_rows(settings.kv)
+        self._rows = cache_rows(settings.kv, settings.fence)
         self._peers: dict[WorkerRef, SenderPeer] = {}
 
     def perform(self, effect: NetworkEffect) -> None:

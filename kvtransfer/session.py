@@ -11,6 +11,7 @@ import torch
 
 from common.errors import PeerError
 from common.ids import WorkerRef
+from common.kv.fence import Fence
 from common.request import PairingInfo
 from common.tls.identity import Component, Identity
 from kvtransfer.links.build import LinkPlan, build_link
@@ -29,6 +30,7 @@ class SessionSettings:
     ref: WorkerRef
     pairing: PairingInfo
     kv: torch.Tensor  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], contiguous
+    fence: Fence | None = None  # what keeps copies behind the kernels that compute `kv`
     host: str = "127.0.0.1"
     transport: str = "gloo"
     digest: bool = True

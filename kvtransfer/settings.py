@@ -20,6 +20,7 @@ def session_settings(config: WorkerConfig, loaded: LoadedModel, ref: WorkerRef) 
         ref=ref,
         pairing=loaded.pairing,
         kv=loaded.cache.data,
+        fence=loaded.cache.fence,
         host=config.host,
         transport=config.transport,
         digest=config.digest,

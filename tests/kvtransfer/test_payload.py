@@ -1,15 +1,25 @@
 """A chunk's bytes: header, digest, and every planted fault that must be seen."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from kvtransfer import payload
-from kvtransfer.cache_rows import CacheRows, NumpyRows, TorchRows, bytes_per_token_layer, cache_rows
-from kvtransfer.codec import ChunkCodec
-from kvtransfer.events import Chunk
-from kvtransfer.plan import HEADER_BYTES, ChunkPlanner
-from kvtransfer.staging import StagingPool
-from tests.kvtransfer.cluster import new_cache, new_transfer_id, put_rows, request_rows, rows_of
+from tests.interpreter import import_triton_interpreted
+
+import_triton_interpreted()
+
+from common.kernels.chunk import pack_chunk, unpack_chunk  # noqa: E402
+from common.kv.cache import KVCache, KVShape  # noqa: E402
+from common.kv.quantized import dequantize, quantize  # noqa: E402
+from common.kv.rows import read_rows, write_rows  # noqa: E402
+from kvtransfer import payload  # noqa: E402
+from kvtransfer.cache_rows import CacheRows, NumpyRows, TorchRows, bytes_per_token_layer, cache_rows  # noqa: E402
+from kvtransfer.codec import ChunkCodec  # noqa: E402
+from kvtransfer.events import Chunk  # noqa: E402
+from kvtransfer.plan import HEADER_BYTES, ChunkPlanner  # noqa: E402
+from kvtransfer.staging import StagingPool  # noqa: E402
+from tests.kvtransfer.cluster import new_cache, new_transfer_id, put_rows, request_rows, rows_of  # noqa: E402
 
 KEY = bytes(range(32))
 TRANSFER = new_transfer_id("r1")
@@ -20,12 +30,17 @@ def chunk_of(kv: torch.Tensor, layers: tuple[int, int], tokens: tuple[int, int],
     return Chunk(seq, *layers, *tokens, planner.num_bytes(layers[1] - layers[0], tokens[1] - tokens[0]))
 
 
-@pytest.mark.parametrize("rows_type", [NumpyRows, TorchRows])
+def rows_by_kernels(kv: torch.Tensor) -> CacheRows:
+    """As on a GPU, under triton's interpreter."""
+    return TorchRows(kv, pack_chunk, unpack_chunk)
+
+
+@pytest.mark.parametrize("rows_type", [NumpyRows, TorchRows, rows_by_kernels])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_sizes", [(16, 32), (32, 16), (16, 16), (8, 64)])
 @pytest.mark.parametrize("tokens", [(0, 1), (0, 16), (15, 17), (5, 100), (31, 33), (96, 100)])
 def test_a_chunk_survives_the_way_between_block_sizes(
-    rows_type: type[NumpyRows] | type[TorchRows],
+    rows_type: Callable[[torch.Tensor], CacheRows],
     dtype: torch.dtype,
     block_sizes: tuple[int, int],
     tokens: tuple[int, int],
@@ -44,6 +59,54 @@ def test_a_chunk_survives_the_way_between_block_sizes(
     expected[1:3, :, tokens[0] : tokens[1]] = rows[1:3, :, tokens[0] : tokens[1]]
     assert torch.equal(rows_of(target, target_table, 100), expected)
     assert int(target.count_nonzero()) == int(expected.count_nonzero())
+
+
+@pytest.mark.parametrize("rows_type", [NumpyRows, TorchRows, rows_by_kernels])
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantized_rows_travel_with_their_scales(
+    rows_type: Callable[[torch.Tensor], CacheRows], kind: torch.dtype
+) -> None:
+    shape = KVShape(num_layers=3, num_kv_heads=3, head_dim=64, dtype=kind)
+    source, target = KVCache(shape, 4, 16), KVCache(shape, 3, 32)
+    chunk = chunk_of(source.data, (1, 3), (5, 40))
+    assert chunk.num_bytes - HEADER_BYTES == 35 * shape.bytes_per_token * 2 // 3
+    k, v = torch.randn(2, 35, 3, 64, generator=torch.Generator().manual_seed(0))
+    at_source = torch.tensor([(3, 0, 2)[p // 16] * 16 + p % 16 for p in range(5, 40)])
+    at_target = torch.tensor([(2, 1)[p // 32] * 32 + p % 32 for p in range(5, 40)])
+    write_rows(source.layers[2], at_source, k, v)
+    data = torch.empty(chunk.num_bytes - HEADER_BYTES, dtype=torch.uint8)
+    rows_type(source.data).gather(chunk, (3, 0, 2), data)
+    rows_type(target.data).scatter(chunk, (2, 1), data)
+    got = read_rows(target.layers[2], at_target, 64, torch.float32)
+    for rows, expected in zip(got, (k, v), strict=True):
+        torch.testing.assert_close(rows, expected, rtol=1 / 15, atol=0.02)
+        assert torch.equal(rows, dequantize(quantize(expected, kind), kind, 3, 64))
+
+
+def test_copies_wait_for_the_fence_on_their_stream_before_they_touch_the_cache() -> None:
+    log: list[object] = []
+
+    class LoggingFence:
+        def mark(self, num_layers: int) -> None: ...
+
+        def mark_step(self) -> None: ...
+
+        def wait_for_layers(self, stream: object, num_layers: int) -> None:
+            log.append(num_layers)
+
+        def wait_for_all(self, stream: object) -> None:
+            log.append("all")
+
+    def copy(name: str) -> Callable[..., None]:
+        return lambda *_: log.append(name)
+
+    kv = new_cache(16)
+    rows = TorchRows(kv, copy("pack"), copy("unpack"), LoggingFence())
+    chunk = chunk_of(kv, (1, 3), (0, 5))
+    data = torch.zeros(chunk.num_bytes - HEADER_BYTES, dtype=torch.uint8)
+    rows.gather(chunk, (0,), data)
+    rows.scatter(chunk, (0,), data)
+    assert log == [3, "pack", "all", "unpack"]
 
 
 def test_rows_of_an_odd_number_of_bytes_are_copied() -> None:
