@@ -31,6 +31,7 @@ from deploy.stopping import StopRequest, first_result, stop_request
 _POLL_INTERVAL_S = 0.2
 _MAX_START_CRASHES = 2
 _KILL_LIMIT_S = 10.0
+_REDIS_PAUSE_S = 5.0
 
 # What is happening, for whoever waits: (who, what).
 Report = Callable[[str, str], None]
@@ -160,6 +161,7 @@ class _Running:
                 return await first_result(
                     self._use_when_ready(use),
                     self._supervise(),
+                    self._keep_redis(),
                     self._until_stopped(stop),
                     _end_of(controller),
                     watch_loading(self._config, self._report),
@@ -191,16 +193,26 @@ class _Running:
                 raise StartFailed(f"no {status.role.value} worker gets ready. {status.last_failure}")
 
     async def _supervise(self) -> int:
-        """Start routers and our Redis again when they die."""
+        """Start routers again when they die."""
         while True:
             await asyncio.sleep(_POLL_INTERVAL_S)
             for router in self._routers:
                 if router.has_ended:
                     self._restart(router)
-            if self._redis.own is not None and self._redis.own.has_ended:
-                self._report("redis", "died; starting it again, empty")
-                self._redis.own.start()
-                await asyncio.sleep(1.0)
+
+    async def _keep_redis(self) -> int:
+        """Start our Redis again when it dies. While it is away, routing goes by load alone."""
+        own = self._redis.own
+        while True:
+            await asyncio.sleep(_POLL_INTERVAL_S)
+            if own is None or not own.has_ended:
+                continue
+            self._report("redis", "died; starting it again, empty")
+            if await own.start_again():
+                self._report("redis", "ready again")
+            else:
+                self._report("redis", f"does not start, next try in {_REDIS_PAUSE_S:.0f} s: {own.log_tail()}")
+                await asyncio.sleep(_REDIS_PAUSE_S)
 
     def _restart(self, router: RouterProcess) -> None:
         if not self._was_ready:

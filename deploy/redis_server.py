@@ -4,6 +4,7 @@ A server that we start listens on a free loopback port (never 6379, which Ray's 
 password, keeps nothing on disk and dies with us.
 """
 
+import asyncio
 import importlib.util
 import os
 import secrets
@@ -19,6 +20,7 @@ NAMES_ON_PATH = ("redis-server", "valkey-server")
 START_LIMIT_S = 10.0
 _AVOIDED_PORT = 6379
 _MAX_STARTS = 3
+_POLL_INTERVAL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +56,32 @@ class OwnRedis:
 
     def start(self) -> bool:
         """True once it answers. False when it ended or stayed silent: its log says why."""
-        settings = _settings(self._port, self._password, self._runtime_dir).encode()
-        log_path = self._runtime_dir / "redis.log"
-        self.child = start_child("redis", [self._binary, "-"], log_path, stdin=settings)
+        self._launch()
         deadline_s = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < deadline_s and not self.child.has_ended:
+        while time.monotonic() < deadline_s and not self.has_ended:
             if _answers(self._port, self._password):
                 return True
-            time.sleep(0.02)
+            time.sleep(_POLL_INTERVAL_S)
         return False
+
+    async def start_again(self) -> bool:
+        """As `start`, without stopping the event loop; what does not answer in time is ended. In the main thread."""
+        self._launch()
+        deadline_s = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline_s and not self.has_ended:
+            if await asyncio.to_thread(_answers, self._port, self._password):
+                return True
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        await asyncio.to_thread(self.stop)
+        return False
+
+    def log_tail(self) -> str:
+        return self.child.log_tail(5) if self.child is not None else ""
+
+    def _launch(self) -> None:
+        """The child dies with the thread that makes it."""
+        settings = _settings(self._port, self._password, self._runtime_dir).encode()
+        self.child = start_child("redis", [self._binary, "-"], self._runtime_dir / "redis.log", stdin=settings)
 
     def stop(self) -> None:
         if self.child is not None:
@@ -106,7 +125,7 @@ def start_redis(binary: str, runtime_dir: Path) -> RedisServer:
         if own.start():
             return RedisServer(own.url, binary, own)
         own.stop()
-        tail = own.child.log_tail(5) if own.child else ""
+        tail = own.log_tail()
     raise StartFailed(f"{binary} did not start: {tail}")
 
 

@@ -1,12 +1,15 @@
 """Certificates for tests: made once per process, by the command that makes them for people."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from common.config import TlsSettings
 from deploy.certs import make_certs
+from deploy.trust import CA_VARIABLE
 
 NAMESPACE = "pdserve"
 
@@ -24,3 +27,12 @@ def tls_settings(directory: Path) -> TlsSettings:
     return TlsSettings(
         cert_file=f"{directory}/{{role}}.crt", key_file=f"{directory}/{{role}}.key", ca_file=f"{directory}/ca.crt"
     )
+
+
+@contextmanager
+def trusting(directory: Path) -> Iterator[None]:
+    """Clients in this process, and commands that it starts, believe the CA."""
+    with pytest.MonkeyPatch.context() as environment:
+        for name in (CA_VARIABLE, "SSL_CERT_FILE"):
+            environment.setenv(name, f"{directory}/ca.crt")
+        yield

@@ -16,7 +16,9 @@ from typing import Any
 import httpx
 import psutil
 
+from common.tls.identity import Component, Identity
 from deploy.audit import run_audit
+from tests.certificates import tls_settings
 
 START_TIMEOUT_S = 180.0
 IDLE_TIMEOUT_S = 20.0
@@ -26,12 +28,24 @@ STOP_TIMEOUT_S = 60.0
 class Cluster:
     """Handles of a running cluster. Workers' pids come from `/admin/v1/state`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], http_port: int, grpc_port: int, log_path: Path) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        http_port: int,
+        grpc_port: int,
+        log_path: Path,
+        tls: Path | None = None,
+    ) -> None:
         self.process = process
         self.http_port, self.grpc_port = http_port, grpc_port
-        self.url = f"http://127.0.0.1:{http_port}"
-        self.grpc = f"127.0.0.1:{grpc_port}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{http_port}"
+        self.grpc = f"{'https://' if tls else ''}127.0.0.1:{grpc_port}"
         self.log_path = log_path
+        self.tls = tls
+
+    def identity(self, component: str) -> Identity:
+        """A component of this cluster."""
+        return Identity(component, "pdserve", tls_settings(self.tls) if self.tls else None)
 
     def get(self, path: str) -> Any:
         key = os.environ.get("PDSERVE_ROUTER_ADMIN_KEY", "")
@@ -66,7 +80,7 @@ class Cluster:
         for worker in self.wait_until_idle():
             states = sum(worker[f"kv_blocks_{state}"] for state in ("used", "cached", "free", "held"))
             assert states == worker["kv_blocks_total"], worker
-        assert run_audit(self.url, as_json=True) == 0
+        assert run_audit(self.url, as_json=True, identity=self.identity(Component.OPERATOR)) == 0
 
     def wait_for(self, part: Callable[[Any], Any], is_so: Callable[[Any], object], timeout_s: float = 30.0) -> Any:
         """That part of `/admin/v1/state`, once it is as it should be."""
@@ -96,19 +110,22 @@ def running_cluster(
     decode: int = 1,
     config: dict[str, Any] | None = None,
     ports: tuple[int, int] | None = None,
+    tls: Path | None = None,
 ) -> Iterator[Cluster]:
     """Start `pdserve up`, wait until it is ready, and stop it by SIGTERM; nothing may be left behind.
 
-    `ports` are of HTTP and gRPC, by default free ones.
+    `ports` are of HTTP and gRPC, by default free ones. `tls`: a directory of certificates, which the environment names
+    to clients (`tests.certificates.trusting`).
     """
     with tempfile.TemporaryDirectory(prefix="pdserve-test-") as folder:
         command = _command(Path(folder), model, options, prefill, decode, config)
         log_path = Path(folder) / "up.log"
         http_port, grpc_port = ports or (free_port(), free_port())
         command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+        command += ["--tls", str(tls)] if tls else []
         with log_path.open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        cluster = Cluster(process, http_port, grpc_port, log_path)
+        cluster = Cluster(process, http_port, grpc_port, log_path, tls)
         try:
             _wait_until_ready(cluster)
             cluster.wait_for_pools(prefill, decode)

@@ -1,5 +1,6 @@
 """Both branches of the resolver, on real servers."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -47,6 +48,34 @@ def test_a_server_that_died_comes_back_at_the_same_url(tmp_path: Path) -> None:
     assert own.url == url
     assert redis.Redis.from_url(url).get("x") is None
     own.stop()
+
+
+async def test_starting_again_leaves_the_event_loop_free(tmp_path: Path) -> None:
+    own = OwnRedis(binaries()[0], tmp_path)
+    num_turns = 0
+
+    async def turn() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    turning = asyncio.create_task(turn())
+    assert await own.start_again()
+    assert num_turns > 10
+    turning.cancel()
+    assert redis.Redis.from_url(own.url).ping()
+    own.stop()
+
+
+async def test_a_server_that_does_not_start_again_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    binary = tmp_path / "redis-server"
+    binary.write_text("#!/bin/sh\necho no memory today\nexit 1\n")
+    binary.chmod(0o700)
+    own = OwnRedis(str(binary), tmp_path)
+    assert not await own.start_again()
+    assert own.has_ended
+    assert "no memory today" in own.log_tail()
 
 
 def test_a_url_is_used_as_it_is(tmp_path: Path) -> None:
