@@ -8,6 +8,10 @@ Servers never share a port: with SO_REUSEPORT a second process would silently ta
 CLIENT_PING_INTERVAL_MS = 20_000
 SERVER_MIN_PING_INTERVAL_MS = 10_000
 PING_TIMEOUT_MS = 10_000
+# How long the host of a router may be silent before its blocks are taken back: as long as routers wait for a worker
+# (router.worker_silence_s). A client is never told off for being pinged, so the interval may be short.
+PEER_PING_INTERVAL_MS = 2_000
+PEER_SILENCE_MS = 4_000
 # Control messages between our own processes: a prompt of a million tokens fits. KV bytes never go over gRPC.
 MAX_INTERNAL_MESSAGE_BYTES = 64 << 20
 
@@ -34,6 +38,15 @@ def server_options(max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES) -> Optio
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 0),
         *_message_sizes(max_message_bytes),
+    ]
+
+
+def peer_server_options() -> Options:
+    """Options of a worker's server. A router or prefill worker whose host is gone ends no connection: it is asked."""
+    return [
+        *server_options(),
+        ("grpc.keepalive_time_ms", PEER_PING_INTERVAL_MS),
+        ("grpc.keepalive_timeout_ms", PEER_SILENCE_MS),
     ]
 
 

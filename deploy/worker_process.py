@@ -7,6 +7,7 @@ import traceback
 from typing import NoReturn
 
 from common.config import WorkerConfig
+from common.errors import PdserveError
 from deploy.worker_env import has_gpu, num_cores, worker_environment
 
 DRAIN_GRACE_S = 30.0
@@ -23,6 +24,9 @@ def run_worker(config: WorkerConfig, drain_grace_s: float = DRAIN_GRACE_S) -> No
     code = 0
     try:
         uvloop.run(_serve(config, drain_grace_s))
+    except PdserveError as error:  # for an operator: what is wrong is in the message
+        print(f"pdserve: {error}", file=sys.stderr)
+        code = 1
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 
+from common.errors import PdserveError
+
 Kind = Literal["counter", "gauge", "histogram"]
 
 # vLLM's buckets, with finer first steps where a small model on a CPU needs them.
@@ -131,8 +133,13 @@ class Metrics:
         return generate_latest(_Aliased(self._registry))
 
     def serve(self, host: str, port: int) -> "MetricsEndpoint":
-        """Answer `/metrics` on a thread of its own; port 0 asks for a free one."""
-        return MetricsEndpoint(*start_http_server(port, addr=host, registry=_Aliased(self._registry)))
+        """Answer `/metrics` on a thread of its own; port 0 asks for a free one. Raises PdserveError: it is taken."""
+        try:
+            return MetricsEndpoint(*start_http_server(port, addr=host, registry=_Aliased(self._registry)))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            message = f"cannot serve metrics on {host}:{port} ({reason}); choose another metrics_port"
+            raise PdserveError(message) from error
 
     def relabeled(self, role: str, worker: str) -> "Metrics":
         """The same process in another role. Gauges start anew; what was counted stays, under the labels it was."""

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from common.config import TlsSettings
+from common.errors import PdserveError
 from common.grpc_options import Options, channel_options
 from common.tls.files import CertificateFiles, Pems
 
@@ -44,10 +45,14 @@ class Identity:
         return self._files is not None
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
-        """Listen for other components; returns the port. Raises InvalidCertificate, or RuntimeError when taken."""
-        if self._files is None:
-            return int(server.add_insecure_port(address))
-        return int(server.add_secure_port(address, server_credentials(self._files)))
+        """Listen for other components; returns the port. Raises InvalidCertificate, or PdserveError: taken."""
+        credentials = None if self._files is None else server_credentials(self._files)
+        try:
+            if credentials is None:
+                return int(server.add_insecure_port(address))
+            return int(server.add_secure_port(address, credentials))
+        except RuntimeError as error:
+            raise PdserveError(f"cannot listen on {address}; choose another port") from error
 
     def channel(self, address: str, component: str, options: Options | None = None) -> grpc.aio.Channel:
         """A channel to a component, with the certificate that is mounted now. Raises InvalidCertificate."""

@@ -22,7 +22,7 @@ import grpc
 
 from common.config import WorkerConfig
 from common.engine.loading import LoadedModel, load_model, refit
-from common.grpc_options import server_options
+from common.grpc_options import peer_server_options
 from common.ids import BlockHash, RouterId, WorkerRef
 from common.kv.block_pool import BlockPool
 from common.messages import Cancel, Drain, Prefill, Reserve, Role, WorkerInfo, WorkerStats
@@ -87,7 +87,7 @@ class Surroundings:
         self.config = config
         self.loaded = loaded
         self.identity = Identity(config.role, config.namespace, config.tls)
-        self.server = grpc.aio.server(interceptors=interceptors(self.identity), options=server_options())
+        self.server = grpc.aio.server(interceptors=interceptors(self.identity), options=peer_server_options())
         self.metrics = metrics
         self.ref = WorkerRef(config.worker_id, secrets.token_hex(8))
         self.streams: RouterStreams  # set before the first message can arrive
