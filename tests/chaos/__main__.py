@@ -11,10 +11,10 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.chaos.rows import ROWS, Row, rows_named
+from tests.chaos.rows import ROWS, rows_named
 from tests.chaos.run import Result, run_rows, table
 from tests.tiny_model import write_tiny_model
 
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", "--rows", dest="only", default="", help="rows, comma-separated")
     parser.add_argument("--short", action="store_true", help="the rows that CI runs")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--add", action="store_true", help="keep the other rows of build/chaos.json")
     parser.add_argument("--list", action="store_true", help="print the rows and end")
     options = parser.parse_args(arguments)
     rows = rows_named(options.only) if options.only else tuple(row for row in ROWS if row.is_short or not options.short)
@@ -33,24 +34,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{row.number:3} {row.name}: {row.component}, {row.fault}, {row.moment}" for row in rows))
         return 0
     results: list[Result] = []
+    kept = _rows_kept() if options.add else {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "tiny")
         for result in run_rows(model, rows, options.seed, _say):
             results.append(result)
             _say(f"  {result.verdict}; {result.proof}; {result.outcomes}; recovered after {result.recovery_s:.1f} s")
             _say("".join(f"  {problem}\n" for problem in result.problems[:5]).rstrip() or "  no problem")
-            _write(rows, results, options.seed)
+            kept[result.name] = result.as_dict()
+            _write(kept, options.seed)
     print("\n".join(table(rows, results)))
     return 0 if all(result.verdict == "as promised" for result in results) and len(results) == len(rows) else 1
 
 
-def _write(rows: Sequence[Row], results: Sequence[Result], seed: int) -> None:
+def _rows_kept() -> dict[str, dict[str, object]]:
+    return {row["name"]: row for row in json.loads(OUTPUT.read_text())["rows"]} if OUTPUT.exists() else {}
+
+
+def _write(kept: Mapping[str, dict[str, object]], seed: int) -> None:
     OUTPUT.parent.mkdir(exist_ok=True)
+    order = [row.name for row in ROWS]
     report = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} processors, {platform.machine()}, Linux {platform.release().partition('-')[0]}",
         "seed": seed,
-        "rows": [result.as_dict() for result in results],
+        "rows": sorted(kept.values(), key=lambda row: order.index(str(row["name"]))),
     }
     OUTPUT.write_text(json.dumps(report, indent=1) + "\n")
 

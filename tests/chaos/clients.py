@@ -266,7 +266,7 @@ class Clients:
                 is_finished = is_finished or response.HasField("finished")
             entry.end(Outcome.RIGHT if is_finished else Outcome.CUT)
         except grpc.aio.AioRpcError as error:
-            entry.end(Outcome.ERROR, error.code().name)
+            entry.end(Outcome.ERROR, f"{error.code().name}: {error.details()}")
         finally:
             call.cancel()
 
@@ -281,7 +281,7 @@ def _take_chunk(entry: Entry, chunk: dict[str, object]) -> None:
     if "error" in chunk:
         error = chunk["error"]
         assert isinstance(error, dict)
-        entry.end(Outcome.ERROR, str(error.get("type")))
+        entry.end(Outcome.ERROR, f"{error.get('type')}: {error.get('message')}")
         return
     choices = chunk["choices"]
     assert isinstance(choices, list)
@@ -291,7 +291,8 @@ def _take_chunk(entry: Entry, chunk: dict[str, object]) -> None:
 
 def _error_type(body: bytes) -> str:
     try:
-        return str(json.loads(body)["error"]["type"])
+        error = json.loads(body)["error"]
+        return f"{error['type']}: {error['message']}"
     except (ValueError, KeyError):
         return repr(body[:80])
 

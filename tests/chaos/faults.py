@@ -62,6 +62,22 @@ def freeze_worker(role: str, phases: Sequence[str], for_s: float) -> Act:
     return act
 
 
+def freeze_for_good(role: str, phases: Sequence[str]) -> Act:
+    """SIGSTOP and never SIGCONT: somebody else has to end the process."""
+
+    async def act(scene: Scene) -> str:
+        rig = scene.rig
+        victim = await rig.catch(role, phases)
+        process = psutil.Process(victim["pid"])
+        scene.begins()
+        with rig.frozen(process.pid):
+            proof = await rig.until_frozen(process.pid)
+            await rig.until(lambda: is_gone(process), "the end of the frozen process", 60)
+        return f"{victim['worker_id']}: {proof}, then killed"
+
+    return act
+
+
 def wedge_worker(role: str, limit_s: float = 60.0) -> Act:
     """The compute thread of a worker stands still, the rest of it goes on: the worker must end by itself."""
 

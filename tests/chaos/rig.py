@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,7 @@ class Rig:
             yield
         finally:
             self.stopped.discard(pid)
-            if not is_gone(process):
+            with suppress(psutil.NoSuchProcess):
                 process.resume()
 
     async def until_frozen(self, pid: int) -> str:
