@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from common.config import WorkerConfig
-from common.messages import WorkerState, WorkerStats
+from common.messages import HandoffReport, TransferFailed, WorkerState, WorkerStats
 from common.telemetry.metrics import Metrics
 
 STATS_INTERVAL_S = 0.25
@@ -38,6 +38,17 @@ def record_stats(metrics: Metrics, stats: WorkerStats) -> None:
     metrics.set("pdserve_requests_running", stats.num_running)
     metrics.set("pdserve_requests_waiting", stats.num_waiting)
     metrics.set("pdserve_waiting_uncached_tokens", stats.num_waiting_uncached_tokens)
+
+
+def record_message(metrics: Metrics, message: object) -> None:
+    """What a message to a router says of handoffs."""
+    match message:
+        case HandoffReport(is_local=False):
+            metrics.observe("pdserve_kv_transfer_seconds", message.transfer_s)
+            metrics.observe("pdserve_kv_transfer_exposed_seconds", message.exposed_s)
+            metrics.observe("pdserve_kv_transfer_bytes", message.num_bytes)
+        case TransferFailed(reason=reason):
+            metrics.inc("pdserve_kv_transfer_failures", reason=reason.partition(" ")[0])  # its outcome
 
 
 def with_health(stats: WorkerStats, step_age_s: float, config: WorkerConfig) -> WorkerStats:

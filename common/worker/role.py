@@ -13,7 +13,7 @@ from common.core_loop import CoreLoop
 from common.engine.plan import StepResult
 from common.ids import BlockHash, RouterId
 from common.kv.block_pool import BlockPool
-from common.messages import Cancel, Drain, HandoffReport, Holding, Prefill, Reserve, WorkerInfo, WorkerStats
+from common.messages import Cancel, Drain, Holding, Prefill, Reserve, WorkerInfo, WorkerStats
 from common.worker.audit import Audit, audit
 from common.worker.compute import ComputeThread
 from common.worker.events import (
@@ -29,7 +29,7 @@ from common.worker.events import (
     StepFinished,
 )
 from common.worker.lifecycle import Surroundings
-from common.worker.reporting import with_health
+from common.worker.reporting import record_message, with_health
 
 
 # A role's event and effect unions are its own; the shell hands on what it does not know.
@@ -121,7 +121,7 @@ class RoleShell:
             case RunStep():
                 self._run_step(effect)
             case SendToRouter(router_id, message):
-                self._record(message)
+                record_message(self._around.metrics, message)
                 self._around.streams.send(router_id, message)
             case PublishBlocks(stored, evicted):
                 self._around.index.publish(stored, evicted)
@@ -138,12 +138,6 @@ class RoleShell:
 
         self._compute.submit(effect.plan, report_layer if effect.reports_layers else None)
         self._around.metrics.observe("pdserve_step_tokens", effect.plan.num_tokens)
-
-    def _record(self, message: object) -> None:
-        if isinstance(message, HandoffReport) and not message.is_local:
-            self._around.metrics.observe("pdserve_kv_transfer_seconds", message.transfer_s)
-            self._around.metrics.observe("pdserve_kv_transfer_exposed_seconds", message.exposed_s)
-            self._around.metrics.observe("pdserve_kv_transfer_bytes", message.num_bytes)
 
     def _on_step_finished(self, result: StepResult) -> None:
         self._around.metrics.observe("pdserve_step_seconds", result.duration_s)
