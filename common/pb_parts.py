@@ -1,5 +1,9 @@
 """What several router <-> worker messages carry, as values and as protobuf: attempt ids, work, tokens. Pure: no IO."""
 
+import struct
+from collections.abc import Sequence
+
+from common.errors import PeerError
 from common.ids import AttemptId, RequestId
 from common.pb import worker_pb2 as pb
 from common.request import FinishReason, SampledToken, SamplingParams, TokenEvent, Work
@@ -16,7 +20,7 @@ def attempt_id_from_pb(attempt_id: pb.AttemptId) -> AttemptId:
 def work_to_pb(work: Work) -> pb.Work:
     return pb.Work(
         attempt_id=attempt_id_to_pb(work.attempt_id),
-        token_ids=work.token_ids,
+        token_ids=_packed(work.token_ids),
         num_prompt_tokens=work.num_prompt_tokens,
         choices=work.choices,
         sampling=sampling_to_pb(work.sampling),
@@ -27,9 +31,10 @@ def work_to_pb(work: Work) -> pb.Work:
 
 
 def work_from_pb(work: pb.Work) -> Work:
+    """Raises PeerError when its token ids are no whole numbers."""
     return Work(
         attempt_id=attempt_id_from_pb(work.attempt_id),
-        token_ids=tuple(work.token_ids),
+        token_ids=_unpacked(work.token_ids),
         num_prompt_tokens=work.num_prompt_tokens,
         choices=tuple(work.choices),
         sampling=sampling_from_pb(work.sampling),
@@ -96,3 +101,13 @@ def token_from_pb(token: pb.Token) -> TokenEvent:
     )
     reason = FinishReason(token.finish_reason) if token.finish_reason else None
     return TokenEvent(token.choice_idx, token.position, sampled, reason)
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def _unpacked(packed: bytes) -> tuple[int, ...]:
+    if len(packed) % 4:
+        raise PeerError(f"expected token ids of 4 bytes each, got {len(packed)} bytes")
+    return struct.unpack(f"<{len(packed) // 4}I", packed)

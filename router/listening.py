@@ -1,5 +1,6 @@
 """Listens for HTTP: binds the port before anything else starts, and runs uvicorn on it inside our own loop."""
 
+import asyncio
 import contextlib
 import socket
 import ssl
@@ -10,6 +11,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.http_stream import CONNECTION_EXTENSION
+from router.http_transport import GatheringTransport
 
 # Longer than the idle time of common proxies (Go's is 90 s): the proxy closes first, so no request meets a reset.
 _KEEP_ALIVE_TIMEOUT_S = 120
@@ -78,6 +80,10 @@ class HttpServer:
 
 class _Protocol(HttpToolsProtocol):
     """Lets the application see whether its client reads, and cut one that stopped: closing would wait for it."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.transport = GatheringTransport(transport, self.loop)  # type: ignore[assignment]
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

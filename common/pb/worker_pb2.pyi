@@ -482,6 +482,8 @@ class Work(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    """uint32 each, little-endian: a list of numbers would be copied one by one, on both sides."""
     num_prompt_tokens: _builtins.int
     priority: _builtins.int
     cache_salt: _builtins.bytes
@@ -490,8 +492,6 @@ class Work(_message.Message):
     @_builtins.property
     def attempt_id(self) -> Global___AttemptId: ...
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
@@ -499,7 +499,7 @@ class Work(_message.Message):
         self,
         *,
         attempt_id: Global___AttemptId | None = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _builtins.bytes = ...,
         num_prompt_tokens: _builtins.int = ...,
         choices: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___SamplingParams | None = ...,

@@ -171,3 +171,10 @@ def test_a_batch_within_a_batch_is_refused() -> None:
     answer = pb_batch.worker_messages_to_pb(WORKER_MESSAGES)
     with pytest.raises(PeerError, match="no known kind"):
         pb_batch.worker_messages_from_pb(pb.ConnectResponse(batch=pb.WorkerMessages(messages=[answer])))
+
+
+def test_token_ids_that_are_no_whole_numbers_are_refused() -> None:
+    request = pb_convert.router_message_to_pb(Reserve(WORK, 0))
+    request.reserve.work.token_ids = request.reserve.work.token_ids[:-1]
+    with pytest.raises(PeerError, match="4 bytes each"):
+        pb_convert.router_message_from_pb(request)
