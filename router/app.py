@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +22,7 @@ import uvloop
 from common.checkpoint import open_checkpoint
 from common.cluster_reports import loading_reports, router_reports
 from common.config import RouterConfig
-from common.leased_reports import LeasedReports
+from common.prefix_index.census import IndexCensus
 from common.prefix_index.mirror import MirroredIndexReader
 from common.prefix_index.reader import RedisIndexReader
 from common.prefix_index.registry import RedisRegistry
@@ -112,8 +112,16 @@ async def serve(
         stack.push_async_callback(grpc_server.stop, _SERVER_GRACE_S)
         ports = RouterPorts(listener.getsockname()[1], grpc_server.port)
         roll = await stack.enter_async_context(_on_the_roll(config, frontend, ports))
+        census = await stack.enter_async_context(aclosing(IndexCensus(config.redis_url, config.namespace)))
         hooks = AdminHooks(
-            metrics.exposition, _version(), scale_pool, pool_status, roll.routers, roll.loading, config.router_id
+            metrics.exposition,
+            _version(),
+            scale_pool,
+            pool_status,
+            roll.routers,
+            roll.loading,
+            config.router_id,
+            census.take,
         )
         settings = HttpSettings(config.max_body_bytes, config.sse_keep_alive_s, config.admin_key)
         tls = http_context(config.cert_file, config.key_file)
@@ -205,7 +213,8 @@ async def _service(
 @asynccontextmanager
 async def _on_the_roll(config: RouterConfig, frontend: Frontend, ports: RouterPorts) -> AsyncIterator[Roll]:
     """Announced among the cluster's routers while it is open."""
-    me = own_report(config.router_id, config.host, ports.http, ports.grpc, config.redis_url)
+    has_tls = bool(config.cert_file)
+    me = own_report(config.router_id, config.host, ports.http, ports.grpc, config.redis_url, has_tls=has_tls)
     reports = router_reports(config.redis_url, config.namespace)
     loading = loading_reports(config.redis_url, config.namespace)
 

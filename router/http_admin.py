@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from common.cluster_reports import LoadingWorker, RouterReport
 from common.errors import InvalidRequest, RequestNotFound, WorkerNotFound
-from common.ids import RequestId
+from common.ids import RequestId, WorkerRef
+from common.prefix_index.census import WorkerCensus
 from router.frontend import Frontend
 from router.http_io import json_response, read_json
 from router.json_body import parse_body
@@ -28,6 +29,7 @@ BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 ScalePool = Callable[[str, int], Awaitable[object]]
 PoolStatus = Callable[[], Awaitable[object]]
 Routers = Callable[[], Sequence[RouterReport]]
+IndexCensus = Callable[[Sequence[WorkerRef]], Awaitable[Sequence[WorkerCensus] | None]]
 Loading = Callable[[], Sequence[LoadingWorker]]
 
 
@@ -39,13 +41,17 @@ class PoolBody(msgspec.Struct, forbid_unknown_fields=True):
     replicas: int
 
 
+async def _no_census(workers: Sequence[WorkerRef]) -> None:
+    """Where there is no index to ask."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdminHooks:
     """What the process around us supplies.
 
     `scale_pool(role, replicas)` sets a pool's desired size, where it can. `pool_status()` is what the pool controller
     last said, None when there is none. `routers()` is every router of the cluster, this one too,
-    `loading()` every worker that is not ready yet.
+    `loading()` every worker that is not ready yet, `index_census` what each worker has in the prefix index.
     """
 
     exposition: Callable[[], bytes]
@@ -55,6 +61,7 @@ class AdminHooks:
     routers: Routers = tuple
     loading: Loading = tuple
     router_id: str = ""
+    index_census: IndexCensus = _no_census
 
 
 class AdminEndpoints:
@@ -155,6 +162,7 @@ class AdminEndpoints:
         if self._hooks.scale_pool is None:
             raise InvalidRequest("pools are not managed by this process", param="role")
         await self._hooks.scale_pool(role, body.replicas)
+        self._service.events.add("scale", f"{role} is to have {body.replicas}, as somebody asked")
         return json_response({"role": role, "replicas": body.replicas}, 202)
 
     def _model_card(self) -> ModelCard:

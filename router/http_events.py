@@ -5,13 +5,15 @@ Owns the snapshot, which all watchers share: it is made at most once per interva
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import Overloaded
+from common.ids import WorkerRef
+from common.prefix_index.census import WorkerCensus
 from router.frontend import Frontend
 from router.http_admin import AdminHooks
 from router.http_io import request_id_of
@@ -20,6 +22,9 @@ from router.http_stream import EventStream, sse_frame
 INTERVAL_S = 0.5
 MAX_WATCHERS = 64
 NUM_REQUESTS = 50
+NUM_EVENTS = 50
+# Blocks come and go more slowly than people look.
+CENSUS_INTERVAL_S = 3.0
 _KEEP_ALIVE_S = 15.0
 _TIMINGS = ("time_to_first_token_s", "wall_s")
 _BRIEF = (
@@ -37,6 +42,8 @@ class StateFeed:
         self._num_watchers = 0
         self._frame = b""
         self._made_s = float("-inf")
+        self._census: Sequence[WorkerCensus] | None = None
+        self._counted_s = float("-inf")
         self._making = asyncio.Lock()
 
     async def events(self, request: Request) -> Response:
@@ -61,9 +68,20 @@ class StateFeed:
             "pools": None if self._hooks.pool_status is None else await self._hooks.pool_status(),
             "routers": self._hooks.routers(),
             "loading": self._hooks.loading(),
+            "index": await self._index(),
+            "events": service.events.newest(NUM_EVENTS),
             "recent": service.recent(),
             "requests": [brief(record) for record in service.request_records(NUM_REQUESTS)],
         }
+
+    async def _index(self) -> Sequence[WorkerCensus] | None:
+        """What each worker has in the prefix index, as of some seconds ago."""
+        now_s = time.monotonic()
+        if now_s - self._counted_s >= CENSUS_INTERVAL_S:
+            workers = self._frontend.service.state().workers
+            refs = sorted(WorkerRef(worker.worker_id, worker.incarnation) for worker in workers)
+            self._census, self._counted_s = await self._hooks.index_census(refs), now_s
+        return self._census
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
         self._num_watchers += 1

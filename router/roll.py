@@ -64,11 +64,14 @@ class Roll:
         return replace(self._me, is_ready=is_ready, num_running=num_running, num_queued=num_queued)
 
 
-def own_report(router_id: str, host: str, http_port: int, grpc_port: int, redis_url: str) -> RouterReport:
+def own_report(
+    router_id: str, host: str, http_port: int, grpc_port: int, redis_url: str, *, has_tls: bool = False
+) -> RouterReport:
     """What does not change of this router. Listening on every address, it names the one that Redis is reached from."""
     name = _address_towards(redis_url) if host in _ANY_ADDRESS else host
     shown = f"[{name}]" if ":" in name else name
-    return RouterReport(router_id, f"http://{shown}:{http_port}", f"{shown}:{grpc_port}", os.getpid())
+    scheme = "https" if has_tls else "http"
+    return RouterReport(router_id, f"{scheme}://{shown}:{http_port}", f"{shown}:{grpc_port}", os.getpid())
 
 
 def _address_towards(redis_url: str) -> str:

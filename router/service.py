@@ -23,6 +23,7 @@ from common.prefix_index.protocol import PrefixIndexReader, Registry
 from common.telemetry.logs import get_logger
 from common.tls.identity import Component, Identity
 from router.core import RouterCore
+from router.event_log import EventLog
 from router.events import (
     ChoiceStopped,
     Deliver,
@@ -75,10 +76,11 @@ class RouterService:
         self._request_metrics = RequestMetrics(self._metrics)
         self._clock = clock
         self._core = RouterCore(RouterLimits.of(config))
+        self.events = EventLog(clock)
         self._directory = WorkerDirectory(
             registry,
             RouterId(config.router_id),
-            self._post,
+            self._hear,
             Identity(Component.ROUTER, config.namespace, config.tls),
         )
         self._streams: dict[RequestId, GenerationStream] = {}
@@ -176,6 +178,7 @@ class RouterService:
     def drain_worker(self, worker_id: str, grace_s: float) -> bool:
         is_known = any(worker.ref.worker_id == worker_id for worker in self._core.workers)
         if is_known:
+            self.events.add("drain", f"{worker_id} is to finish what it has within {grace_s:g} s, and end")
             self._post(DrainRequested(worker_id, grace_s))
         return is_known
 
@@ -183,6 +186,11 @@ class RouterService:
 
     def _post(self, event: RouterEvent) -> None:
         self._loop.post(event)
+
+    def _hear(self, event: RouterEvent) -> None:
+        """From a worker's stream, or of it."""
+        self.events.note(event)
+        self._post(event)
 
     def _perform(self, effect: RouterEffect) -> None:
         match effect:
@@ -196,6 +204,7 @@ class RouterService:
                 self._directory.drop(worker, reason, is_final=is_final)
             case NoteRetry(request_id, lost, reason):
                 self._metrics.inc("pdserve_request_retries", reason=lost)
+                self.events.add("retry", f"{request_id}: {lost} lost, {reason}")
                 get_logger().warning("request_retried", request_id=request_id, lost=lost, reason=reason)
             case NoteStaleHit(worker, num_promised, num_cached):
                 self._metrics.inc("pdserve_index_stale_hits")

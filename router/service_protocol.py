@@ -9,6 +9,7 @@ from typing import Protocol
 
 from common.ids import RequestId
 from common.messages import Role, WorkerState
+from router.event_log import EventLog
 from router.generation import GenerationEvent, GenerationRequest
 from router.recent import RecentView
 
@@ -67,6 +68,8 @@ class Readiness:
 
 class GenerationService(Protocol):
     """The router behind its front ends. All methods belong to one event loop."""
+
+    events: EventLog
 
     def submit(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
         """Run a request. Events arrive as `router.generation` says; the last is Finished or Failed.

@@ -3,12 +3,14 @@
 import { follow } from "./api.js";
 import { startChat } from "./chat.js";
 import { setText } from "./dom.js";
+import { drawEvents } from "./events.js";
+import { drawIndex } from "./index_view.js";
 import { drawPools } from "./pools.js";
 import { drawRequests } from "./requests.js";
 import { drawTiles } from "./tiles.js";
 import { drawTopology } from "./topology.js";
 
-const PARTS = [drawHead, drawTiles, drawTopology, drawPools, drawRequests];
+const PARTS = [drawHead, drawTiles, drawTopology, drawPools, drawRequests, drawIndex, drawEvents];
 
 function drawHead({ router }) {
   const pill = document.getElementById("readiness");

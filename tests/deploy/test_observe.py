@@ -84,7 +84,7 @@ def test_top_shows_latencies_pools_transfers_and_requests(page: Served, capsys: 
 def test_top_as_json_is_a_snapshot(page: Served, capsys: pytest.CaptureFixture[str]) -> None:
     watch(page.rig.url, once=True, as_json=True)
     assert set(json.loads(capsys.readouterr().out)) == {
-        *("router", "routers", "loading", "state", "pools", "recent", "requests"),
+        *("router", "routers", "loading", "index", "events", "state", "pools", "recent", "requests"),
     }
 
 

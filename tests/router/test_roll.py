@@ -135,6 +135,10 @@ def test_the_address_shown_is_one_that_others_can_use(host: str, url: str) -> No
     assert report.grpc_address == url.removeprefix("http://").replace(":80", ":90")
 
 
+def test_a_router_with_a_certificate_is_reached_by_https() -> None:
+    assert own_report("a", "10.0.0.1", 443, 90, "", has_tls=True).http_url == "https://10.0.0.1:443"
+
+
 def test_a_router_without_a_name_has_one_of_its_own() -> None:
     config = ClusterConfig()
     names = {config.router_config().router_id for _ in range(50)} | {RouterConfig(model=config.model).router_id}

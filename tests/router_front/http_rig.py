@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,8 @@ import httpx
 import openai
 
 from common.cluster_reports import RouterReport
+from common.ids import WorkerRef
+from common.prefix_index.census import WorkerCensus
 from router.chat_template import ChatTemplate
 from router.frontend import Frontend
 from router.http_admin import AdminHooks
@@ -103,8 +105,13 @@ async def http_rig(
         me = RouterReport("router-a", url, "127.0.0.1:50051", 11, True, state.num_running, state.num_queued)
         return [me, *service.other_routers]
 
+    async def census(workers: Sequence[WorkerRef]) -> Sequence[WorkerCensus] | None:
+        return service.census
+
     exposition = b"pdserve_requests_running 0\n"
-    hooks = AdminHooks(lambda: exposition, "0.1.0", scale, pool_status, routers, lambda: service.loading, "router-a")
+    hooks = AdminHooks(
+        lambda: exposition, "0.1.0", scale, pool_status, routers, lambda: service.loading, "router-a", census
+    )
     server = HttpServer(build_app(frontend, settings, hooks), listener)
     serving = asyncio.ensure_future(server.serve())
     # No TLS here, and reading the certificates of a client's default takes longer than a test.

@@ -1,6 +1,7 @@
 """A service that answers as a test scripts it. It keeps the contract of `GenerationService`, cancellation included."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,9 @@ from common.cluster_reports import LoadingWorker, RouterReport
 from common.errors import PdserveError
 from common.ids import RequestId
 from common.messages import Role, WorkerState
+from common.prefix_index.census import WorkerCensus
 from common.request import FinishReason, SampledToken, TokenEvent
+from router.event_log import EventLog
 from router.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, RequestTimings, Tokens
 from router.recent import RecentView, TransferRate
 from router.service_protocol import ClusterState, JsonObject, Readiness, WorkerView
@@ -94,6 +97,8 @@ class ScriptedService:
     seen: RecentView = field(default_factory=lambda: RECENT)
     other_routers: tuple[RouterReport, ...] = ()
     loading: tuple[LoadingWorker, ...] = ()
+    census: tuple[WorkerCensus, ...] | None = None
+    events: EventLog = field(default_factory=lambda: EventLog(time.monotonic))
     _cancellations: dict[RequestId, asyncio.Event] = field(default_factory=dict)
 
     async def submit(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from common.ids import RequestId
 from common.messages import Role, WorkerState
+from common.prefix_index.census import WorkerCensus
 from router.recent import TransferRate
 from router.service_protocol import ClusterState, JsonObject, WorkerView
 from tests.router_front.http_rig import SETTINGS, HttpRig, http_rig, ids
@@ -88,6 +89,10 @@ def record(request_id: str, status: str = "finished", **fields: object) -> dict[
     return base | fields
 
 
+CENSUS = (
+    WorkerCensus("decode-0", 300, 0.25, "prefill-0", 0.75),
+    WorkerCensus("prefill-0", 1200, 1.0),
+)
 RECORDS = (
     record("req-running", "running", num_completion_tokens=0, age_s=0.4),
     record(LONG_ID),
@@ -119,7 +124,10 @@ class PageService(ScriptedService):
 
 def page_service() -> PageService:
     script = lambda request: answer(request, ids("Paris is nice."))  # noqa: E731 - a script is one expression
-    return PageService(script, seen=replace(RECENT, transfers=TRANSFERS))
+    service = PageService(script, seen=replace(RECENT, transfers=TRANSFERS), census=CENSUS)
+    service.events.add("joined", "decode-0, decode at 127.0.0.1:4000")
+    service.events.add("left", "<img src=x>: stream ended")
+    return service
 
 
 class Served:

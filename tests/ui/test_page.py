@@ -96,6 +96,23 @@ def test_a_worker_that_loads_is_shown_with_its_phase_and_how_far_it_is(tab: Brow
     tab.wait("return document.querySelectorAll('.loading li').length === 0")
 
 
+def test_the_prefix_index_is_shown_by_worker(tab: Browser, page: Served) -> None:
+    rows = tab.script("return [...document.querySelectorAll('#index tr')].map(r => r.innerText.split('\\t'))")
+    assert rows == [
+        ["decode-0", "300", "4,800", "25 %", "prefill-0, 75 %"],
+        ["prefill-0", "1,200", "19,200", "100 %", "–"],
+    ]
+
+
+def test_events_are_listed_newest_first_and_are_text(tab: Browser, page: Served) -> None:
+    entries = "[...document.querySelectorAll('#events li')].map(e => [...e.children].slice(1).map(s => s.innerText))"
+    assert tab.script(f"return {entries}") == [
+        ["left", "<img src=x>: stream ended"], ["joined", "decode-0, decode at 127.0.0.1:4000"],
+    ]  # fmt: skip
+    page.service.events.add("drain", "decode-0 is to finish")
+    tab.wait(f"return {entries}[0][0] === 'drain'")
+
+
 def test_changes_arrive_without_a_reload(tab: Browser, page: Served) -> None:
     before = page.service.workers
     page.service.workers = (*before, worker("decode-9", Role.DECODE, used=1, held=0, cached=0))

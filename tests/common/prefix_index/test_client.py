@@ -14,6 +14,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 from common.leased_reports import LeasedReports
 from common.messages import Role
 from common.pools import PoolStore
+from common.prefix_index.census import IndexCensus
 from common.prefix_index.client import REDIS_ERRORS, connect, to_its_end
 from common.prefix_index.redis import RedisIndexReader, RedisRegistry, WorkerPresence
 from deploy.process import start_child
@@ -158,11 +159,18 @@ async def test_the_documented_users_can_do_what_their_process_does(box: RedisBox
         await reports.aclose()
     loading = LeasedReports(router, NAMESPACE, "loading", 5.0)
     assert await loading.live() == {}
+    watched = LeasedReports(controller, NAMESPACE, "loading", 5.0)
+    assert await watched.live() == {}
+    census = IndexCensus(router, NAMESPACE)
+    counted = await census.take([registration("w").ref, registration("v").ref])
+    assert counted is not None
+    assert [worker.num_blocks for worker in counted] == [2, 0]
     await sizes.withdraw()
     await presence.close()
     for owner in (registry, reader, sizes, resizer):
         await owner.close()
-    await loading.aclose()
+    for looker in (loading, watched, census):
+        await looker.aclose()
     refused = await reply(Redis.from_url(box.url), "ACL", "LOG")
     assert isinstance(refused, list)
     # redis-py tells every server its own name, and lives with a no.
