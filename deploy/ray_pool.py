@@ -40,6 +40,7 @@ SILENCE_S = 20.0
 # An actor that is not on a node by then waits for one, and that is told.
 PLACING_S = 30.0
 _MAX_REASON_CHARS = 400
+_CREATION_FAILED = "error raised in its creation task"
 
 # (worker id, what happened to it, in words)
 Report = Callable[[str, str], None]
@@ -134,7 +135,7 @@ class RayPools:
         try:
             await asyncio.to_thread(self._placement.request_nodes, needed)
         except Exception as error:  # Ray's own and gRPC's; actors that wait for a node are a request, too
-            self._report("ray", f"nodes cannot be asked for: {_reason(error)}")
+            self._report("ray", f"nodes cannot be asked for: {reason_of(error)}")
 
     def _status_json(self) -> dict[str, object]:
         autoscaled = self._autoscaler.status() if self._autoscaler is not None else {}
@@ -173,7 +174,7 @@ class RayPools:
             while not await _has_ended(handle):
                 pass
         except Exception as error:  # whatever ended a worker's process: it becomes an event with its reason
-            reason = _reason(error)
+            reason = reason_of(error)
         _kill(handle)
         del self._handles[worker_id]
         self._report(worker_id, f"ended: {reason}" if reason else "ended")
@@ -221,11 +222,13 @@ def _kill(handle: Any) -> None:
     ray.kill(handle, no_restart=True)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """What to tell an operator: the cause inside Ray's wrapping, without its advice and stack traces."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, BaseException):
         return f"{type(cause).__name__}: {cause}"[:_MAX_REASON_CHARS]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and _CREATION_FAILED in lines[0]:
+        return lines[-1][:_MAX_REASON_CHARS]  # of the traceback: what was raised
     detail = next((line for line in lines if "exit type" in line.lower() or "exit detail" in line.lower()), "")
     return (detail or (lines[0] if lines else type(error).__name__))[:_MAX_REASON_CHARS]
