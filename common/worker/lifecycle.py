@@ -175,6 +175,7 @@ async def _serve_role(process: _Process, around: Surroundings, report_ready: Cal
         stack.push_async_callback(presence.close)
         await presence.start()
         around.metrics.inc("pdserve_role_changes", 0, to_role=_other(info.role))
+        around.metrics.inc("pdserve_lives_given_up", 0, reason="frozen")
         report_ready(
             {
                 **around.ref._asdict(),
