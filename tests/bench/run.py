@@ -1,6 +1,6 @@
 """`make bench`: every part beside its peers in one run. Prints tables, writes build/bench.json and build/bench.svg.
 
-python -m tests.bench.run [--peers] [--parts engine,steps,handoff,index,router]
+python -m tests.bench.run [--peers] [--parts engine,steps,handoff,index,router,service,peers]
 """
 
 import argparse
@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,19 +17,21 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: waiting threads must not take the other's core
 
-PARTS = ("engine", "steps", "handoff", "index", "router")
+PARTS = ("engine", "steps", "handoff", "index", "router", "service")
+PEERS = ("hf_peer", "llama_peer", "vllm_peer")
 BUILD = Path("build")
 Rows = list[dict[str, Any]]
 
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.peers:
-        import_module("tests.bench.hf_peer").install()
+    for peer in PEERS if arguments.peers else ():
+        import_module(f"tests.bench.{peer}").install()
     BUILD.mkdir(exist_ok=True)
     print(f"{time.strftime('%Y-%m-%d')}, {_processor()}, {os.cpu_count()} cores, load {_load()}")
     rows: Rows = []
-    for part in arguments.parts.split(","):
+    parts = arguments.parts or ",".join((*PARTS, "peers") if arguments.peers else PARTS)
+    for part in parts.split(","):
         if find_spec(f"tests.bench.{part}_bench") is None:
             continue
         started_s = time.monotonic()
@@ -59,7 +62,8 @@ def ratio(row: dict[str, Any], other: float) -> float:
 
 def _runner(part: str, *, with_peers: bool) -> Callable[[], Rows]:
     run: Callable[..., Rows] = import_module(f"tests.bench.{part}_bench").run
-    return (lambda: run(with_hf=with_peers)) if part == "engine" else run
+    flags = {"engine": {"with_hf": with_peers}, "service": {"with_peers": with_peers}}
+    return partial(run, **flags.get(part, {}))
 
 
 def _load() -> str:
@@ -73,8 +77,8 @@ def _processor() -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", action="store_true", help="install Hugging Face transformers and measure it too")
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--peers", action="store_true", help="install peers and measure them too")
+    parser.add_argument("--parts", default="", help="default: all")
     return parser.parse_args()
 
 

