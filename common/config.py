@@ -31,7 +31,7 @@ class TlsSettings(BaseModel):
 
     cert_file: str = Field("", description="PEM certificate of this component; {role} stands for what it is")
     key_file: str = Field("", description="its private key, PEM; {role} as above")
-    ca_file: str = Field("", description="PEM certificates of the CA that signs the components; alone: for commands")
+    ca_file: str = Field("", description="PEM certificates of the CA that signs them; alone: for commands")
 
     @model_validator(mode="after")
     def _is_complete(self) -> "TlsSettings":
@@ -45,8 +45,9 @@ class TlsSettings(BaseModel):
 
     def paths_of(self, component: str) -> tuple[str, str, str]:
         """Certificate, key and CA of a component: router, prefill, decode or operator."""
-        cert_file, key_file = (path.replace("{role}", component) for path in (self.cert_file, self.key_file))
-        return cert_file, key_file, self.ca_file
+        paths = (self.cert_file, self.key_file, self.ca_file)
+        cert_file, key_file, ca_file = (path.replace("{role}", component) for path in paths)
+        return cert_file, key_file, ca_file
 
 
 class WorkerSettings(BaseModel):

@@ -2,12 +2,15 @@
 
 import ipaddress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from common.config import ClusterConfig
 from tests.deploy_artifacts.conftest import Render
-from tests.deploy_artifacts.manifests import of_kind, pod_templates
+from tests.deploy_artifacts.manifests import named, of_kind, pod_templates
 
 NAMESPACE = "serving"
 METRICS_NAMESPACE = {"kubernetes.io/metadata.name": "monitoring"}
@@ -207,3 +210,33 @@ def test_the_data_ports_are_the_pods_ephemeral_range(render: Render) -> None:
         if component in ("prefill", "decode"):
             (sysctl,) = template["spec"]["securityContext"]["sysctls"]
             assert sysctl == {"name": "net.ipv4.ip_local_port_range", "value": "32768 60999"}
+
+
+# ---- certificates ---------------------------------------------------------------------------------------
+
+WITH_TLS = "external-redis-url"
+
+
+def settings_of(render: Render, value_set: str) -> ClusterConfig:
+    config = named(of_kind(render(value_set), "ConfigMap"), "ConfigMap", "-config")
+    return ClusterConfig.model_validate(yaml.safe_load(config["data"]["pdserve.yaml"]))
+
+
+def test_with_tls_each_pod_mounts_the_certificates_of_the_roles_it_can_take(render: Render) -> None:
+    """Where the settings look for them, by reference, readable by the processes' group alone."""
+    settings = settings_of(render, WITH_TLS)
+    roles = {"router": ["router"], "prefill": ["prefill", "decode"], "decode": ["prefill", "decode"], "ray-head": []}
+    for component, template in pod_templates(render(WITH_TLS)):
+        secrets = {each["name"]: each["secret"] for each in template["spec"]["volumes"] if "secret" in each}
+        mounts = {each["mountPath"]: each for each in template["spec"]["containers"][0]["volumeMounts"]}
+        assert secrets.keys() == {f"tls-{role}" for role in roles[component]}
+        for role in roles[component]:
+            folders = {str(Path(path).parent) for path in settings.tls.paths_of(role)}
+            assert [mounts[folder]["name"] for folder in folders] == [f"tls-{role}"]
+            assert secrets[f"tls-{role}"] == {"secretName": f"pdserve-{role}-tls", "defaultMode": 0o440}
+
+
+def test_without_tls_the_chart_says_that_the_network_is_trusted_and_closes_it(render: Render) -> None:
+    settings = settings_of(render, "default")
+    assert (settings.tls.is_on, settings.insecure) == (False, True)
+    assert of_kind(render("default"), "NetworkPolicy")

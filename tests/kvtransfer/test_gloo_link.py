@@ -159,6 +159,23 @@ def test_a_killed_peer_wakes_pending_sends_and_receives(store: RendezvousStore, 
     assert link.join(TIMEOUT_S)
 
 
+def test_a_message_longer_than_the_room_ends_the_receiving_process_and_the_sender_hears_of_it(
+    store: RendezvousStore,
+) -> None:
+    """Gloo throws where nobody can catch. Such a worker is replaced and its requests are replayed, as after a kill."""
+    prefix = new_prefix()
+    with RemoteEnd(store.port, prefix, 0) as remote:
+        link = build_link(plan(store.port, prefix, 1))
+        remote.await_ready()
+        remote.command("receive 1000")
+        sent = [send(link, filled(2000, 1)), send(link, filled(10, 1))]
+        assert remote.process.wait(TIMEOUT_S) == -signal.SIGABRT
+        with pytest.raises(LinkClosed):
+            sent[1].result(TIMEOUT_S)
+    link.close()
+    assert link.join(TIMEOUT_S)
+
+
 def test_a_frozen_peer_holds_a_closed_link_no_longer_than_its_timeout(store: RendezvousStore) -> None:
     prefix = new_prefix()
     with RemoteEnd(store.port, prefix, 0) as remote:

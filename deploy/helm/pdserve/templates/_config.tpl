@@ -20,9 +20,17 @@
   "http_port" .Values.router.service.httpPort
   "grpc_port" .Values.router.service.grpcPort
   "metrics_port" .Values.router.metricsPort -}}
+{{- $tls := dict -}}
+{{- if .Values.tls.enabled -}}
+{{- range $setting, $key := dict "cert_file" "tls.crt" "key_file" "tls.key" "ca_file" "ca.crt" -}}
+{{- $_ := set $tls $setting (printf "/etc/pdserve-tls/{role}/%s" $key) -}}
+{{- end -}}
+{{- end -}}
+{{/* Clients and, without tls, workers are answered in the clear inside the cluster: the NetworkPolicies say to whom. */}}
 {{- dict
   "namespace" (include "pdserve.fullname" .)
   "insecure" true
+  "tls" $tls
   "model" $model
   "pools" $pools
   "autoscale" (merge $autoscale .Values.config.autoscale)

@@ -146,6 +146,29 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
+{{/* Certificates of the roles that a pod can take. Arguments: dict "roles" (list ...) "root" $. */}}
+{{- define "pdserve.tlsMounts" -}}
+{{- if .root.Values.tls.enabled -}}
+{{- range .roles }}
+- name: tls-{{ . }}
+  mountPath: /etc/pdserve-tls/{{ . }}
+  readOnly: true
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Readable by the group of the processes alone. Kubernetes brings a changed Secret to the pods within a minute. */}}
+{{- define "pdserve.tlsVolumes" -}}
+{{- if .root.Values.tls.enabled -}}
+{{- range .roles }}
+- name: tls-{{ . }}
+  secret:
+    secretName: {{ index $.root.Values.tls.existingSecrets . }}
+    defaultMode: 0440
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "pdserve.commonVolumes" -}}
 - name: config
   configMap:

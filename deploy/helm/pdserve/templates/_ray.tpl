@@ -128,6 +128,8 @@ template:
           {{- include "pdserve.containerSecurityContext" $root | nindent 10 }}
         volumeMounts:
           {{- include "pdserve.rayMounts" $root | nindent 10 }}
+          {{- include "pdserve.tlsMounts" (dict "roles" (list "prefill" "decode") "root" $root) | nindent 10 }}
     volumes:
       {{- include "pdserve.rayVolumes" (dict "shmSize" .pool.shmSize "root" $root) | nindent 6 }}
+      {{- include "pdserve.tlsVolumes" (dict "roles" (list "prefill" "decode") "root" $root) | nindent 6 }}
 {{- end }}
