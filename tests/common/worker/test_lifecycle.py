@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from common.config import ModelConfig, WorkerConfig
+from common.errors import PdserveError
 from common.ids import BlockHash, RouterId
 from common.messages import WorkerInfo, WorkerStats
 from common.worker.audit import Audit
@@ -281,7 +282,7 @@ async def test_a_presence_that_fails_to_close_skips_nothing(model: Path, monkeyp
 async def test_a_metrics_port_in_use_ends_the_worker_before_anything_is_served(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         async with running(config_of(model, metrics_port=taken.getsockname()[1])) as rig:
-            with pytest.raises(OSError, match="in use"):
+            with pytest.raises(PdserveError, match="in use"):
                 await rig.ended()
             assert rig.roles == []
 
