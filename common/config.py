@@ -119,7 +119,9 @@ class RouterSettings(BaseModel):
     otlp_traces_endpoint: str = Field(
         "", description="OTLP/HTTP collector, http://host:4318/v1/traces; empty = no traces"
     )
+    api_keys_file: str = Field("", description="tenants and the hashes of their keys; empty = no keys are asked for")
     admin_key: str = Field("", description="what /admin/v1 asks for; empty = open to whoever reaches the port")
+    admin_key_file: str = Field("", description="file with the admin key, instead of admin_key")
     keep_requests: int = Field(1000, ge=0, description="finished requests kept for /admin/v1/requests")
     cert_file: str = Field("", description="PEM certificate that clients of both APIs see; empty = no TLS")
     key_file: str = Field("", description="its private key, PEM")

@@ -82,6 +82,16 @@ class InvalidApiKey(PdserveError):
     reason = "INVALID_API_KEY"
 
 
+class RateLimited(PdserveError):
+    """A tenant's own limit is reached; others are served. Carries `retry_after_s`."""
+
+    http_status = 429
+    grpc_code = "RESOURCE_EXHAUSTED"
+    error_type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    reason = "QUOTA"
+
+
 class Overloaded(PdserveError):
     """A queue bound is reached; admitted work goes on. Carries `retry_after_s`."""
 

@@ -11,12 +11,14 @@ from typing import Annotated
 import typer
 
 from deploy.bench.options import bench
+from deploy.keys_options import app as keys_app
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNHEALTHY = 0, 1, 2, 3
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 config_app = typer.Typer(no_args_is_help=True, help="What the settings are and where they come from.")
 app.add_typer(config_app, name="config")
+app.add_typer(keys_app, name="keys")
 app.command()(bench)
 
 

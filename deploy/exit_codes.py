@@ -13,6 +13,7 @@ _CODES = {
     ("deploy.bench.bench", "BenchFailed"): _FAILED,
     ("deploy.bench.traces", "InvalidTrace"): _USAGE,
     ("router.listening", "PortInUse"): _FAILED,
+    ("router.key_file", "InvalidKeyFile"): _USAGE,
     ("common.checkpoint.spec", "CheckpointError"): _FAILED,
     ("common.errors", "PdserveError"): _FAILED,
 }

@@ -34,6 +34,7 @@ from router.grpc_server import GrpcServer
 from router.http_admin import AdminHooks, PoolStatus, ScalePool
 from router.http_generation import HttpSettings
 from router.http_server import build_app
+from router.key_watch import keys_in_force
 from router.listening import HttpServer, bind
 from router.otlp import OtlpExporter, headers_of
 from router.roll import Roll, own_report
@@ -104,10 +105,12 @@ async def serve(
         metrics = _metrics(config, model)
         exporter = await stack.enter_async_context(_traces(config, model, metrics))
         service = await stack.enter_async_context(_service(config, metrics, exporter))
+        access = await stack.enter_async_context(keys_in_force(config, metrics))
         validator = Validator(model, config.default_deadline_s, random.Random())
         frontend = Frontend(service, tokenizer, model, validator, metrics)
         credentials = grpc_credentials(config.cert_file, config.key_file)
-        grpc_server = GrpcServer(frontend, config.max_body_bytes, _address(config.host, config.grpc_port), credentials)
+        grpc_address = _address(config.host, config.grpc_port)
+        grpc_server = GrpcServer(frontend, config.max_body_bytes, grpc_address, access, credentials)
         await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, _SERVER_GRACE_S)
         ports = RouterPorts(listener.getsockname()[1], grpc_server.port)
@@ -123,9 +126,9 @@ async def serve(
             config.router_id,
             census.take,
         )
-        settings = HttpSettings(config.max_body_bytes, config.sse_keep_alive_s, config.admin_key)
+        settings = HttpSettings(config.max_body_bytes, config.sse_keep_alive_s)
         tls = http_context(config.cert_file, config.key_file)
-        http_server = HttpServer(build_app(frontend, settings, hooks), listener, tls)
+        http_server = HttpServer(build_app(frontend, settings, hooks, access), listener, tls)
         get_logger().info("router_started", http_port=ports.http, grpc_port=ports.grpc, model=model.name)
         if on_ready is not None:
             on_ready(ports)

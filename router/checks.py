@@ -112,11 +112,11 @@ class Checks:
         value = self.spec.sampling.num_logprobs
         return None if value is None else self.integer("logprobs", value, 0, limits.MAX_LOGPROBS)
 
-    def cache_salt(self) -> bytes:
+    def cache_salt(self) -> str:
         salt = self.spec.routing.cache_salt
         if len(salt) > limits.MAX_CACHE_SALT_LENGTH:
             raise self.invalid("cache_salt", f"is longer than {limits.MAX_CACHE_SALT_LENGTH} characters")
-        return salt.encode()
+        return salt
 
     def worker_id(self, field: str, worker_id: str) -> str:
         if len(worker_id) > limits.MAX_REQUEST_ID_LENGTH:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import assert_never
 
-from common.errors import DeadlineExceeded, InvalidRequest, PdserveError
+from common.errors import DeadlineExceeded, InvalidApiKey, InvalidRequest, PdserveError
 from common.ids import RequestId
 from common.telemetry.logs import get_logger
 from router import limits
@@ -20,6 +20,7 @@ from router.request_metrics import NullMetrics, RouterMetrics
 from router.request_spec import ChatPrompt, Prompt, RequestSpec, TextPrompt, TokenPrompt
 from router.served_model import ServedModel
 from router.service_protocol import GenerationService, Readiness
+from router.tenants import Lease, Tenant
 from router.token_text import TokenTexts
 from router.tokenizer import PromptTokenizer
 from router.validation import Validator, ValidRequest
@@ -56,20 +57,22 @@ class Frontend:
 
     def note_refusal(self, error: PdserveError) -> None:
         """Count and log what never reached the service; the service accounts for the rest."""
-        if isinstance(error, InvalidRequest):
+        if isinstance(error, InvalidRequest | InvalidApiKey):
             self._metrics.inc("pdserve_requests", status="refused", error_type=error.code)
             get_logger().info("request_refused", code=error.code)
 
-    async def admit(self, spec: RequestSpec, request_id: RequestId, trace_parent: str = "") -> ValidRequest:
+    async def admit(
+        self, spec: RequestSpec, request_id: RequestId, tenant: Tenant, trace_parent: str = ""
+    ) -> ValidRequest:
         """Tokenize and validate. Raises InvalidRequest."""
         self.validator.check_model(spec.model)
         token_ids = await self.tokenize(spec.prompt)
-        request = self.validator.validate(spec, token_ids, request_id)
+        request = self.validator.validate(spec, token_ids, request_id, tenant)
         if trace_parent:
             traced = replace(request.generation, trace_parent=trace_parent[: limits.MAX_TRACE_PARENT_LENGTH])
             request = replace(request, generation=traced)
         if spec.echo and not isinstance(spec.prompt, TextPrompt):
-            return ValidRequest(request.generation, request.text, self.tokenizer.decode(token_ids))
+            return replace(request, echo_text=self.tokenizer.decode(token_ids))
         return request
 
     async def tokenize(self, prompt: Prompt) -> Sequence[int]:
@@ -86,21 +89,27 @@ class Frontend:
 
     async def run(self, request: ValidRequest) -> AsyncGenerator[Update, None]:
         """Submit and follow a request to its end. Raises PdserveError; leaving early cancels it."""
-        generation = request.generation
+        generation, tenant = request.generation, request.tenant
         error = DeadlineExceeded(f"the request did not end within {generation.deadline_s:g} s")
-        with self.in_flight.enter(generation.request_id, generation.deadline_s + _DEADLINE_SLACK_S, error) as entry:
-            async with aclosing(self._follow(request, entry)) as updates:
+        limit_s = generation.deadline_s + _DEADLINE_SLACK_S
+        with (
+            tenant.running(len(generation.token_ids)) as lease,
+            self.in_flight.enter(generation.request_id, tenant.name, limit_s, error) as entry,
+        ):
+            async with aclosing(self._follow(request, entry, lease)) as updates:
                 async for update in updates:
                     yield update
 
-    async def _follow(self, request: ValidRequest, entry: Entry) -> AsyncGenerator[Update, None]:
+    async def _follow(self, request: ValidRequest, entry: Entry, lease: Lease) -> AsyncGenerator[Update, None]:
         output = RequestOutput(request, self.tokenizer, self.service)
         async for event in self.service.submit(request.generation):
             match event:
                 case Accepted():
                     output.accepted = event
+                    lease.placed()
                     yield event
                 case Tokens():
+                    lease.num_tokens += len(event.tokens)
                     if deltas := output.push(event.tokens):
                         yield Deltas(deltas)
                 case Finished():

@@ -76,9 +76,8 @@ class GenerateCall:
         chunk: pb.TokenChunk | None = None,
         finished: pb.Finished | None = None,
     ) -> None:
-        request_id = self._valid.generation.request_id
         await self._context.write(
-            pb.GenerateResponse(request_id=request_id, accepted=accepted, chunk=chunk, finished=finished)
+            pb.GenerateResponse(request_id=self._request.request_id, accepted=accepted, chunk=chunk, finished=finished)
         )
 
 

@@ -5,18 +5,20 @@ import re
 import secrets
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from common.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, PdserveError
-from common.grpc_options import server_options
+from common.grpc_options import Options, server_options
 from common.ids import RequestId
 from common.pb import generation_pb2 as pb
 from common.pb import generation_pb2_grpc
 from router import limits
+from router.access import Access
 from router.frontend import Frontend
 from router.grpc_call import GenerateCall
 from router.grpc_errors import Context, guarded
+from router.grpc_gate import HEALTH_NAME, GrpcGate
 from router.grpc_health import ReadinessHealth
 from router.grpc_requests import generate_spec, prompt_of
 from router.grpc_responses import (
@@ -24,6 +26,7 @@ from router.grpc_responses import (
     workers_pb,
 )
 from router.listening import PortInUse
+from router.tenants import Tenant
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{limits.MAX_REQUEST_ID_LENGTH}}}")
@@ -33,23 +36,28 @@ _DEFAULT_WATCH_INTERVAL_S = 1.0
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Stateless: a call's state is in its `GenerateCall`."""
 
-    def __init__(self, frontend: Frontend, max_request_bytes: int) -> None:
+    def __init__(self, frontend: Frontend, max_request_bytes: int, gate: GrpcGate) -> None:
         self._frontend = frontend
+        self._gate = gate
         self._max_request_bytes = max_request_bytes
 
     @guarded
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         self._check_size(request.ByteSize())
         spec = generate_spec(request, _time_remaining_s(context))
-        valid = await self._frontend.admit(spec, _request_id(request.request_id), _trace_parent(context))
-        await context.send_initial_metadata((("x-request-id", valid.generation.request_id),))
+        tenant = self._gate.tenant(context)
+        request_id = _request_id(request.request_id, tenant)
+        valid = await self._frontend.admit(spec, request_id, tenant, _trace_parent(context))
+        request.request_id = request.request_id or request_id
+        await context.send_initial_metadata((("x-request-id", request.request_id), *tenant.headers().items()))
         await GenerateCall(request, valid, self._frontend, context).run()
 
     @guarded
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         if len(request.request_ids) > limits.MAX_ABORT_IDS:
             raise InvalidRequest(f"request_ids holds more than {limits.MAX_ABORT_IDS} ids", param="request_ids")
-        aborted = [text for text in request.request_ids if self._frontend.in_flight.abort(RequestId(text))]
+        tenant = self._gate.tenant(context)
+        aborted = [text for text in request.request_ids if self._abort(text, tenant)]
         return pb.AbortResponse(aborted_request_ids=aborted)
 
     @guarded
@@ -85,6 +93,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             await context.write(pb.WatchClusterStateResponse(workers=workers_pb(state)))
             await asyncio.sleep(interval_s)
 
+    def _abort(self, text: str, tenant: Tenant) -> bool:
+        """By the id that the client stated, or by the one that it was given."""
+        ids = dict.fromkeys((_scoped(text, tenant), RequestId(text)))
+        return any(self._frontend.in_flight.abort(request_id, tenant.name) for request_id in ids)
+
     def note_refusal(self, error: PdserveError) -> None:
         self._frontend.note_refusal(error)
 
@@ -101,14 +114,17 @@ class GrpcServer:
         frontend: Frontend,
         max_request_bytes: int,
         address: str,
+        access: Access,
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        self._server = grpc.aio.server(options=server_options(max_request_bytes * limits.GRPC_HARD_LIMIT_FACTOR))
-        servicer = GenerationServicer(frontend, max_request_bytes)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(ReadinessHealth(frontend.readiness, SERVICE_NAME), self._server)
-        names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        self._server = grpc.aio.server(options=_options(max_request_bytes))
+        gate = GrpcGate(access, frontend.note_refusal)
+        servicer = GenerationServicer(frontend, max_request_bytes, gate)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, gate)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(ReadinessHealth(frontend.readiness, SERVICE_NAME), gate)
+        names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), gate)
+        self._server.add_generic_rpc_handlers((gate,))
         try:
             self.port = self._listen(address, credentials)
         except RuntimeError as error:
@@ -134,13 +150,29 @@ def _trace_parent(context: Context) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _request_id(stated: str) -> RequestId:
+def _options(max_request_bytes: int) -> Options:
+    """A stranger's connection gets less than one of our own: fewer streams, less metadata, a time to shake hands in."""
+    return [
+        *server_options(max_request_bytes * limits.GRPC_HARD_LIMIT_FACTOR),
+        ("grpc.max_concurrent_streams", limits.MAX_GRPC_STREAMS),
+        ("grpc.max_metadata_size", limits.MAX_HEADER_BYTES),
+        ("grpc.absolute_max_metadata_size", limits.MAX_HEADER_BYTES),
+        ("grpc.server_handshake_timeout_ms", int(limits.HANDSHAKE_TIMEOUT_S * 1e3)),
+    ]
+
+
+def _request_id(stated: str, tenant: Tenant) -> RequestId:
     if not stated:
         return RequestId(f"gen-{secrets.token_hex(16)}")
     if not _REQUEST_ID.fullmatch(stated):
         message = f"request_id must be 1 to {limits.MAX_REQUEST_ID_LENGTH} printable ASCII characters"
         raise InvalidRequest(message, param="request_id")
-    return RequestId(stated)
+    return _scoped(stated, tenant)
+
+
+def _scoped(stated: str, tenant: Tenant) -> RequestId:
+    """A client's own id as we know it: no tenant can take, find or end another's."""
+    return RequestId(stated if tenant.is_anonymous else f"{tenant.name}/{stated}")
 
 
 def _time_remaining_s(context: Context) -> float | None:

@@ -13,6 +13,7 @@ from common.errors import InvalidRequest, RequestNotFound, WorkerNotFound
 from common.ids import RequestId, WorkerRef
 from common.prefix_index.census import WorkerCensus
 from router.frontend import Frontend
+from router.http_gate import HttpGate
 from router.http_io import json_response, read_json
 from router.json_body import parse_body
 from router.openai_prompts import chat_prompt
@@ -67,20 +68,23 @@ class AdminHooks:
 class AdminEndpoints:
     """Stateless views of the front end and its service."""
 
-    def __init__(self, frontend: Frontend, hooks: AdminHooks, max_body_bytes: int) -> None:
+    def __init__(self, frontend: Frontend, hooks: AdminHooks, max_body_bytes: int, gate: HttpGate) -> None:
         self._frontend = frontend
         self._service = frontend.service
         self._hooks = hooks
         self._max_body_bytes = max_body_bytes
+        self._gate = gate
 
     async def live(self, request: Request) -> Response:
         return json_response({"status": "alive"})
 
     async def ready(self, request: Request) -> Response:
-        """200 when a request would be served, else 503 with the reasons."""
+        """200 when a request would be served, else 503, with the reasons for those who may know them."""
         readiness = self._frontend.readiness()
-        status = "ready" if readiness.is_ready else "not ready"
-        return json_response({"status": status, "reasons": readiness.reasons}, 200 if readiness.is_ready else 503)
+        answer: dict[str, object] = {"status": "ready" if readiness.is_ready else "not ready"}
+        if self._gate.may_know_details(request):
+            answer["reasons"] = readiness.reasons
+        return json_response(answer, 200 if readiness.is_ready else 503)
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": self._hooks.version})

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from common.ids import RequestId
 from router.frontend import Frontend
 from router.generation import Accepted
+from router.http_gate import tenant_of
 from router.http_io import REQUEST_ID_HEADER, deadline_of, json_response, read_json, request_id_of
 from router.http_stream import DONE, ClientGone, EventStream, sse_frame, until_disconnected
 from router.json_body import parse_body
@@ -32,6 +33,7 @@ from router.openai_specs import chat_spec, completion_specs
 from router.openai_usage import metrics_of, server_timing, usage_of
 from router.output import Deltas, Summary, Update
 from router.request_spec import RequestSpec
+from router.tenants import Tenant
 from router.text import ChoiceDelta
 from router.validation import ValidRequest
 
@@ -43,7 +45,6 @@ _CLIENT_CLOSED_REQUEST = 499
 class HttpSettings:
     max_body_bytes: int
     keep_alive_s: float
-    admin_key: str = ""
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class _Job:
     renderer: Renderer
     body: GenerationBody
     requests: list[ValidRequest]
+    tenant: Tenant
     accepted: Accepted | None = None
 
     @property
@@ -93,12 +95,12 @@ class GenerationEndpoints:
     ) -> Response:
         answer_id = f"{prefix}-{secrets.token_hex(16)}"
         ids = [answer_id if idx == 0 else f"{answer_id}-{idx}" for idx in range(len(specs))]
-        trace_parent = request.headers.get(TRACE_PARENT_HEADER, "")
+        trace_parent, tenant = request.headers.get(TRACE_PARENT_HEADER, ""), tenant_of(request)
         requests = [
-            await self._frontend.admit(spec, RequestId(prompt_id), trace_parent)
+            await self._frontend.admit(spec, RequestId(prompt_id), tenant, trace_parent)
             for spec, prompt_id in zip(specs, ids, strict=True)
         ]
-        job = _Job(answer_id, int(time.time()), renderer, body, requests)
+        job = _Job(answer_id, int(time.time()), renderer, body, requests, tenant)
         request_id = request_id_of(request)
         if body.stream:
             return EventStream(
@@ -189,7 +191,7 @@ class GenerationEndpoints:
 
 
 def _headers(job: _Job, request_id: str) -> dict[str, str]:
-    headers = {REQUEST_ID_HEADER: request_id}
+    headers = {REQUEST_ID_HEADER: request_id, **job.tenant.headers()}
     if job.accepted is not None:
         headers["x-pdserve-decode-worker"] = job.accepted.decode_worker_id
         headers["x-pdserve-cached-tokens"] = str(job.accepted.num_cached_tokens)

@@ -1,19 +1,22 @@
 """Reading requests and writing errors over HTTP, the same way on every route. Owns no state."""
 
 import asyncio
+import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import wraps
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
-from common.errors import BodyTooLarge, InvalidRequest, PdserveError
+from common.errors import BodyTooLarge, InvalidApiKey, InvalidRequest, PdserveError
 from router import limits
 from router.error_reports import internal_error
 from router.openai_responses import ErrorBody, ErrorInfo
+from router.tenants import Tenant
 
 JSON = "application/json"
 REQUEST_ID_HEADER = "x-request-id"
@@ -22,10 +25,12 @@ TIMEOUT_HEADER = "x-request-timeout-s"
 _MAX_DISCARDED_BYTES = 64 << 20
 _DISCARD_TIMEOUT_S = 0.5
 _SCOPE_KEY = "pdserve.request_id"
+TENANT_SCOPE_KEY = "pdserve.tenant"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _encoder = msgspec.json.Encoder()
+_NO_HEADERS: Mapping[str, str] = {}
 
 
 class UnsupportedMediaType(InvalidRequest):
@@ -48,11 +53,14 @@ def error_body(error: PdserveError) -> ErrorBody:
     return ErrorBody(ErrorInfo(error.message, error.error_type, error.param, error.code))
 
 
-def error_response(error: PdserveError, request_id: str) -> Response:
-    headers = {REQUEST_ID_HEADER: request_id}
+def error_response(error: PdserveError, request_id: str, rates: Mapping[str, str] = _NO_HEADERS) -> Response:
+    """`rates`: what the tenant has left of its limits, as headers."""
+    headers = {REQUEST_ID_HEADER: request_id, **rates}
     if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-        headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1e3)))
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after_s * 1e3)))
+    if isinstance(error, InvalidApiKey):
+        headers["www-authenticate"] = "Bearer"
     if isinstance(error, BodyTooLarge | UnsupportedMediaType | BodyTimeout):
         headers["connection"] = "close"  # the rest of the body is not read
     return json_response(error_body(error), error.http_status, headers)
@@ -67,11 +75,17 @@ def guarded(endpoint: Endpoint, note_refusal: Callable[[PdserveError], None]) ->
             return await endpoint(request)
         except PdserveError as error:
             note_refusal(error)
-            return error_response(error, request_id_of(request))
+            return error_response(error, request_id_of(request), rates_of(request.scope))
         except Exception as error:
             return error_response(internal_error(error), request_id_of(request))
 
     return answer
+
+
+def rates_of(scope: Scope) -> dict[str, str]:
+    """What the tenant has left of its limits, as headers; nothing before the tenant is known."""
+    tenant: Tenant | None = scope.get(TENANT_SCOPE_KEY)
+    return {} if tenant is None else tenant.headers()
 
 
 def request_id_of(request: Request) -> str:

@@ -14,38 +14,41 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.admin_guard import AdminGuard
+from router.access import Access, Need
 from router.frontend import Frontend
 from router.http_admin import AdminEndpoints, AdminHooks
 from router.http_events import StateFeed
+from router.http_gate import HttpGate
 from router.http_generation import GenerationEndpoints, HttpSettings
 from router.http_io import REQUEST_ID_HEADER, Endpoint, guarded, json_response, request_id_of
 from router.http_ui import PageEndpoints
 from router.openai_responses import ErrorBody, ErrorInfo
 
-_Route = tuple[str, Endpoint, tuple[str, ...]]
+_Route = tuple[str, Endpoint, Need, tuple[str, ...]]
 # Its spans would hold paths and exceptions; ours are written where we know what is in them.
 _NO_FRAMEWORK_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
 _ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks) -> ASGIApp:
+def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks, access: Access) -> ASGIApp:
     """All routes over one front end. Call it inside the event loop that serves."""
+    gate = HttpGate(access)
     generation = GenerationEndpoints(frontend, settings)
-    admin = AdminEndpoints(frontend, hooks, settings.max_body_bytes)
+    admin = AdminEndpoints(frontend, hooks, settings.max_body_bytes, gate)
     app = FastAPI(
         docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, telemetry=_NO_FRAMEWORK_TELEMETRY
     )
-    guard, feed = AdminGuard(settings.admin_key), StateFeed(frontend, hooks)
-    admin_routes = [(path, guard.protected(answer), methods) for path, answer, methods in _admin_routes(admin, feed)]
-    routes = [*_generation_routes(generation), *_probe_routes(admin), *_page_routes(PageEndpoints()), *admin_routes]
+    generation_routes, admin_routes = _generation_routes(generation), _admin_routes(admin, StateFeed(frontend, hooks))
+    routes = [*generation_routes, *_probe_routes(admin), *_page_routes(PageEndpoints()), *admin_routes]
+
+    def answer(endpoint: Endpoint, need: Need) -> Endpoint:
+        return guarded(gate.protected(endpoint, need), frontend.note_refusal)
+
     app.router.routes.extend(
-        Route(path, guarded(endpoint, frontend.note_refusal), methods=list(methods))
-        for path, endpoint, methods in routes
+        Route(path, answer(endpoint, need), methods=list(methods)) for path, endpoint, need, methods in routes
     )
     app.add_exception_handler(HTTPException, _http_error)
-    direct = {path: guarded(endpoint, frontend.note_refusal) for path, endpoint, _ in _generation_routes(generation)}
-    return _Application(app, direct)
+    return _Application(app, {path: answer(endpoint, need) for path, endpoint, need, _ in generation_routes})
 
 
 class _Application:
@@ -66,43 +69,43 @@ class _Application:
 
 def _generation_routes(generation: GenerationEndpoints) -> list[_Route]:
     return [
-        ("/v1/chat/completions", generation.chat, ("POST",)),
-        ("/v1/completions", generation.completions, ("POST",)),
+        ("/v1/chat/completions", generation.chat, Need.TENANT, ("POST",)),
+        ("/v1/completions", generation.completions, Need.TENANT, ("POST",)),
     ]
 
 
 def _probe_routes(admin: AdminEndpoints) -> list[_Route]:
     return [
-        ("/health", admin.ready, ("GET",)),
-        ("/ready", admin.ready, ("GET",)),
-        ("/live", admin.live, ("GET",)),
-        ("/ping", admin.ready, ("GET", "POST")),
-        ("/version", admin.version, ("GET",)),
-        ("/load", admin.load, ("GET",)),
-        ("/metrics", admin.metrics, ("GET",)),
-        ("/v1/models", admin.models, ("GET",)),
-        ("/v1/models/{model:path}", admin.model, ("GET",)),
-        ("/tokenize", admin.tokenize, ("POST",)),
-        ("/detokenize", admin.detokenize, ("POST",)),
+        ("/health", admin.ready, Need.PUBLIC, ("GET",)),
+        ("/ready", admin.ready, Need.PUBLIC, ("GET",)),
+        ("/live", admin.live, Need.PUBLIC, ("GET",)),
+        ("/ping", admin.ready, Need.PUBLIC, ("GET", "POST")),
+        ("/version", admin.version, Need.TENANT, ("GET",)),
+        ("/load", admin.load, Need.OPERATOR, ("GET",)),
+        ("/metrics", admin.metrics, Need.OPERATOR, ("GET",)),
+        ("/v1/models", admin.models, Need.TENANT, ("GET",)),
+        ("/v1/models/{model:path}", admin.model, Need.TENANT, ("GET",)),
+        ("/tokenize", admin.tokenize, Need.TENANT, ("POST",)),
+        ("/detokenize", admin.detokenize, Need.TENANT, ("POST",)),
     ]
 
 
 def _page_routes(page: PageEndpoints) -> list[_Route]:
     return [
-        ("/ui", page.redirect, ("GET",)),
-        ("/ui/", page.file, ("GET",)),
-        ("/ui/{name}", page.file, ("GET",)),
+        ("/ui", page.redirect, Need.PUBLIC, ("GET",)),
+        ("/ui/", page.file, Need.PUBLIC, ("GET",)),
+        ("/ui/{name}", page.file, Need.PUBLIC, ("GET",)),
     ]
 
 
 def _admin_routes(admin: AdminEndpoints, feed: StateFeed) -> list[_Route]:
     return [
-        ("/admin/v1/events", feed.events, ("GET",)),
-        ("/admin/v1/state", admin.state, ("GET",)),
-        ("/admin/v1/requests", admin.requests, ("GET",)),
-        ("/admin/v1/requests/{request_id:path}", admin.request, ("GET",)),
-        ("/admin/v1/workers/{worker_id}/drain", admin.drain, ("POST",)),
-        ("/admin/v1/pools/{role}", admin.scale, ("POST",)),
+        ("/admin/v1/events", feed.events, Need.ADMIN, ("GET",)),
+        ("/admin/v1/state", admin.state, Need.ADMIN, ("GET",)),
+        ("/admin/v1/requests", admin.requests, Need.ADMIN, ("GET",)),
+        ("/admin/v1/requests/{request_id:path}", admin.request, Need.ADMIN, ("GET",)),
+        ("/admin/v1/workers/{worker_id}/drain", admin.drain, Need.ADMIN, ("POST",)),
+        ("/admin/v1/pools/{role}", admin.scale, Need.ADMIN, ("POST",)),
     ]
 
 

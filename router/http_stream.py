@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from common.errors import PdserveError
 from router import limits
 from router.error_reports import internal_error
-from router.http_io import error_body, error_response
+from router.http_io import error_body, error_response, rates_of
 
 KEEP_ALIVE = b": keep-alive\n\n"
 # What the server tells of the connection: "abort" drops it, "flow.write_paused" is set while the client is behind.
@@ -152,7 +152,7 @@ class EventStream(Response):
 
     async def _fail(self, error: PdserveError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._is_started:
-            await error_response(error, self._request_id)(scope, receive, send)
+            await error_response(error, self._request_id, rates_of(scope))(scope, receive, send)
             return
         await self._write(scope, send, sse_frame(error_body(error)), more_body=False)
 

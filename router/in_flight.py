@@ -12,9 +12,10 @@ from router.service_protocol import GenerationService
 
 @dataclass(slots=True)
 class Entry:
-    """One request. `error`: why we end it ourselves; `is_aborted`: a client asked to end it."""
+    """One request of a tenant. `error`: why we end it ourselves; `is_aborted`: its client asked to end it."""
 
     request_id: RequestId
+    tenant: str
     error: PdserveError | None = None
     is_aborted: bool = False
 
@@ -38,9 +39,11 @@ class InFlight:
         return self._is_closed
 
     @contextmanager
-    def enter(self, request_id: RequestId, deadline_s: float, deadline_error: PdserveError) -> Iterator[Entry]:
+    def enter(
+        self, request_id: RequestId, tenant: str, deadline_s: float, deadline_error: PdserveError
+    ) -> Iterator[Entry]:
         """Hold a request for as long as it is answered; it is cancelled in the service when this ends."""
-        entry = self._add(request_id)
+        entry = self._add(request_id, tenant)
         timer = asyncio.get_running_loop().call_later(deadline_s, self._fail, entry, deadline_error)
         try:
             yield entry
@@ -48,10 +51,10 @@ class InFlight:
             timer.cancel()
             self._remove(entry)
 
-    def abort(self, request_id: RequestId) -> bool:
-        """End a request as its client asked; False when it is not here."""
+    def abort(self, request_id: RequestId, tenant: str) -> bool:
+        """End a request as its client asked; False when this tenant has none of this id here."""
         entry = self._entries.get(request_id)
-        if entry is None:
+        if entry is None or entry.tenant != tenant:
             return False
         entry.is_aborted = True
         self._service.cancel(request_id)
@@ -76,12 +79,12 @@ class InFlight:
             return False
         return True
 
-    def _add(self, request_id: RequestId) -> Entry:
+    def _add(self, request_id: RequestId, tenant: str) -> Entry:
         if self._is_closed:
             raise NoReadyPair("the server is shutting down", retry_after_s=1.0)
         if request_id in self._entries:
             raise InvalidRequest(f"request_id {request_id!r} is in use", param="request_id")
-        entry = self._entries[request_id] = Entry(request_id)
+        entry = self._entries[request_id] = Entry(request_id, tenant)
         self._emptied.clear()
         return entry
 

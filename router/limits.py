@@ -9,7 +9,15 @@ MAX_JSON_DEPTH = 32
 # A gRPC message beyond the body limit is still received, up to this factor, so that it is refused with a clear
 # INVALID_ARGUMENT and not by the library.
 GRPC_HARD_LIMIT_FACTOR = 4
+# From the first byte of a request to the end of its head; a connection that has sent nothing yet has as long.
+HEADER_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 30.0
+# Request line and headers together, or a call's metadata.
+MAX_HEADER_BYTES = 16 << 10
+MAX_HEADERS = 100
+# Calls at a time on one gRPC connection; further ones wait in the client.
+MAX_GRPC_STREAMS = 100
+HANDSHAKE_TIMEOUT_S = 2.0
 # A client that takes nothing from us for this long is gone.
 WRITE_TIMEOUT_S = 30.0
 

@@ -18,8 +18,8 @@ What is accepted (everything else is an InvalidRequest that names the field):
     stop                 4 strings of 1 ... 64 characters
     stop_token_ids       64 ids of the vocabulary
     allowed_token_ids    1,024 ids of the vocabulary
-    priority             -100 ... 100, lower runs earlier
-    cache_salt           128 characters
+    priority             -100 (a tenant's own limit, with API keys) ... 100, lower runs earlier
+    cache_salt           128 characters; with API keys only of tenants that may
 
 NaN and infinities are outside of every range. max_tokens not stated: as the model's authors advise, else 16 for a
 completion and what the context holds for a chat; only a default is clipped to the context, never a stated value.
@@ -37,6 +37,7 @@ from router.checks import Checks
 from router.generation import GenerationRequest
 from router.request_spec import ChatPrompt, RequestSpec, TextPrompt
 from router.served_model import ServedModel
+from router.tenants import Tenant
 from router.text import TextOptions
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -49,6 +50,7 @@ class ValidRequest:
 
     generation: GenerationRequest
     text: TextOptions
+    tenant: Tenant
     echo_text: str | None = None
 
 
@@ -65,7 +67,9 @@ class Validator:
         if name and name != self._model.name:
             raise ModelNotFound(f"model {name[:128]!r} is not served here", param="model")
 
-    def validate(self, spec: RequestSpec, token_ids: Sequence[int], request_id: RequestId) -> ValidRequest:
+    def validate(
+        self, spec: RequestSpec, token_ids: Sequence[int], request_id: RequestId, tenant: Tenant
+    ) -> ValidRequest:
         """`token_ids` are the tokens of `spec.prompt`."""
         check = Checks(spec, self._model)
         check.prompt(token_ids)
@@ -75,15 +79,15 @@ class Validator:
             token_ids=tuple(token_ids),
             sampling=self._sampling(check, max_tokens),
             num_choices=check.integer("n", spec.num_choices, 1, limits.MAX_CHOICES),
-            priority=check.integer("priority", spec.routing.priority, -100, 100),
-            cache_salt=check.cache_salt(),
+            priority=check.integer("priority", spec.routing.priority, tenant.min_priority, 100),
+            cache_salt=tenant.cache_salt(check.cache_salt()),
             deadline_s=check.deadline_s(self._default_deadline_s),
             prefill_worker_id=check.worker_id("prefill_worker_id", spec.routing.prefill_worker_id),
             decode_worker_id=check.worker_id("decode_worker_id", spec.routing.decode_worker_id),
             force_colocated=spec.routing.force_colocated,
         )
         echo_text = spec.prompt.text if isinstance(spec.prompt, TextPrompt) else ""
-        return ValidRequest(generation, check.text_options(), echo_text if spec.echo else None)
+        return ValidRequest(generation, check.text_options(), tenant, echo_text if spec.echo else None)
 
     def _default_max_tokens(self, spec: RequestSpec) -> int:
         advised = self._model.generation_defaults.get("max_new_tokens")

@@ -103,6 +103,7 @@ METRICS: tuple[Spec, ...] = (
     Spec("pdserve_lives_given_up", "counter", "Lives that a worker ended by itself: frozen, wedged", ("reason",)),
     Spec("pdserve_role_changes", "counter", "Changes to another role, weights kept", ("to_role",)),
     Spec("pdserve_role_change_seconds", "histogram", "A role change, from being asked to being ready"),
+    Spec("pdserve_key_file_errors", "counter", "Changed files of keys that could not be used"),
     Spec("pdserve_build_info", "gauge", "Versions, value 1", ("version",)),
 )
 

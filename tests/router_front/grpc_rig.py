@@ -12,9 +12,10 @@ from grpc_status import rpc_status
 from common.grpc_options import channel_options
 from common.pb import generation_pb2 as pb
 from common.pb import generation_pb2_grpc
+from router.access import Access
 from router.frontend import Frontend
 from router.grpc_server import GrpcServer
-from tests.router_front.http_rig import build_frontend
+from tests.router_front.http_rig import build_frontend, open_access
 from tests.router_front.scripted_service import ScriptedService
 
 DETAILS = (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
@@ -32,9 +33,11 @@ class GrpcRig:
 
 
 @asynccontextmanager
-async def grpc_rig(service: ScriptedService, max_request_bytes: int = 1 << 20) -> AsyncIterator[GrpcRig]:
+async def grpc_rig(
+    service: ScriptedService, max_request_bytes: int = 1 << 20, access: Access | None = None
+) -> AsyncIterator[GrpcRig]:
     frontend = build_frontend(service)
-    server = GrpcServer(frontend, max_request_bytes, "127.0.0.1:0")
+    server = GrpcServer(frontend, max_request_bytes, "127.0.0.1:0", access or open_access())
     await server.start()
     address = f"127.0.0.1:{server.port}"
     async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:

@@ -13,6 +13,7 @@ import openai
 from common.cluster_reports import RouterReport
 from common.ids import WorkerRef
 from common.prefix_index.census import WorkerCensus
+from router.access import Access, AdminKey
 from router.chat_template import ChatTemplate
 from router.frontend import Frontend
 from router.http_admin import AdminHooks
@@ -20,6 +21,7 @@ from router.http_generation import HttpSettings
 from router.http_server import build_app
 from router.listening import HttpServer, bind
 from router.served_model import ServedModel
+from router.tenants import Tenants
 from router.tokenizer import PromptTokenizer
 from router.validation import Validator
 from tests.router_front.scripted_service import ScriptedService
@@ -48,6 +50,11 @@ def build_frontend(service: ScriptedService, model: ServedModel = MODEL, deadlin
     template = ChatTemplate(CHATML, {"bos_token": "<s>", "eos_token": "</s>"})
     tokenizer = PromptTokenizer(_TOKENIZER, template)
     return Frontend(service, tokenizer, model, Validator(model, deadline_s, random.Random(7)))
+
+
+def open_access(admin_key: str = "") -> Access:
+    """No API keys."""
+    return Access(Tenants(), AdminKey(admin_key))
 
 
 async def in_flight(frontend: Frontend, num_requests: int) -> None:
@@ -86,7 +93,10 @@ class HttpRig:
 
 @asynccontextmanager
 async def http_rig(
-    service: ScriptedService, settings: HttpSettings = SETTINGS, model: ServedModel = MODEL
+    service: ScriptedService,
+    settings: HttpSettings = SETTINGS,
+    model: ServedModel = MODEL,
+    access: Access | None = None,
 ) -> AsyncIterator[HttpRig]:
     frontend = build_frontend(service, model)
     scaled: list[tuple[str, int]] = []
@@ -112,7 +122,7 @@ async def http_rig(
     hooks = AdminHooks(
         lambda: exposition, "0.1.0", scale, pool_status, routers, lambda: service.loading, "router-a", census
     )
-    server = HttpServer(build_app(frontend, settings, hooks), listener)
+    server = HttpServer(build_app(frontend, settings, hooks, access or open_access()), listener)
     serving = asyncio.ensure_future(server.serve())
     # No TLS here, and reading the certificates of a client's default takes longer than a test.
     async with httpx.AsyncClient(base_url=url, timeout=10, verify=False) as client:

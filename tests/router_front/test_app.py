@@ -22,7 +22,7 @@ from router.grpc_server import SERVICE_NAME
 from router.http_admin import AdminHooks
 from router.http_server import build_app
 from router.listening import HttpServer, PortInUse, bind
-from tests.router_front.http_rig import SETTINGS, build_frontend, ids, in_flight
+from tests.router_front.http_rig import SETTINGS, build_frontend, ids, in_flight, open_access
 from tests.router_front.scripted_service import Pause, Script, ScriptedService, accepted, tokens
 from tests.tiny_model import write_tiny_model
 from tests.waiting import until
@@ -41,7 +41,7 @@ def config_of(model_path: Path, **ports: int) -> RouterConfig:
 
 
 def http_server(frontend: Frontend) -> HttpServer:
-    app = build_app(frontend, SETTINGS, AdminHooks(lambda: b"", "0"))
+    app = build_app(frontend, SETTINGS, AdminHooks(lambda: b"", "0"), open_access())
     return HttpServer(app, bind("127.0.0.1", 0, "--http-port"))
 
 
@@ -115,7 +115,7 @@ async def test_a_drain_refuses_new_requests_and_ends_old_ones(model_path: Path) 
 
     frontend = build_frontend(ScriptedService(script))
     server = HttpServer(
-        build_app(frontend, SETTINGS, AdminHooks(lambda: b"", "0")), bind("127.0.0.1", 0, "--http-port")
+        build_app(frontend, SETTINGS, AdminHooks(lambda: b"", "0"), open_access()), bind("127.0.0.1", 0, "--http-port")
     )
     stop = asyncio.Event()
     running = asyncio.ensure_future(serve_until(stop, asyncio.sleep(3600), frontend, server, 0.5))
@@ -141,7 +141,7 @@ async def test_a_broken_service_ends_the_router_with_its_error() -> None:
 
     frontend = build_frontend(ScriptedService(lambda _: []))
     server = HttpServer(
-        build_app(frontend, SETTINGS, AdminHooks(lambda: b"", "0")), bind("127.0.0.1", 0, "--http-port")
+        build_app(frontend, SETTINGS, AdminHooks(lambda: b"", "0"), open_access()), bind("127.0.0.1", 0, "--http-port")
     )
     with pytest.raises(RuntimeError, match="the core broke"):
         await serve_until(asyncio.Event(), broken(), frontend, server, 5.0)

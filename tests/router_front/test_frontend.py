@@ -16,6 +16,7 @@ from router.in_flight import InFlight
 from router.merge import merged
 from router.output import Deltas, Summary
 from router.request_spec import ChatPrompt, RequestSpec, StopSpec, TextPrompt
+from router.tenants import Tenant
 from router.tokenizer import PromptTokenizer
 from router.validation import Validator
 from tests.router_front.http_rig import MODEL, build_frontend, ids, in_flight
@@ -77,7 +78,7 @@ async def test_a_stop_string_stops_only_its_choice() -> None:
     service = ScriptedService(script)
     frontend = build_frontend(service)
     spec = RequestSpec("", TextPrompt("x"), num_choices=2, stop=StopSpec(stop=("STOP",)))
-    updates = [update async for update in frontend.run(await frontend.admit(spec, RequestId("r")))]
+    updates = [update async for update in frontend.run(await frontend.admit(spec, RequestId("r"), Tenant("")))]
     texts = {0: "", 1: ""}
     for update in updates:
         if isinstance(update, Deltas):
@@ -92,7 +93,7 @@ async def test_an_abort_of_a_service_that_says_so_is_an_end_too() -> None:
     """A service may end a cancelled request with a failure instead of silence."""
 
     def script(request: GenerationRequest) -> Script:
-        frontend.in_flight.abort(request.request_id)
+        frontend.in_flight.abort(request.request_id, "")
         return [Failed(RequestCancelled("the request was cancelled"))]
 
     class Answering(ScriptedService):
@@ -100,7 +101,7 @@ async def test_an_abort_of_a_service_that_says_so_is_an_end_too() -> None:
             self.cancelled.append(request_id)
 
     frontend = build_frontend(Answering(script))
-    updates = [update async for update in frontend.run(await frontend.admit(SPEC, RequestId("r")))]
+    updates = [update async for update in frontend.run(await frontend.admit(SPEC, RequestId("r"), Tenant("")))]
     assert isinstance(updates[-1], Summary)
     assert isinstance(updates[0], Deltas) and updates[0].deltas[0].end is not None
     assert updates[0].deltas[0].end.reason is None
@@ -109,7 +110,7 @@ async def test_an_abort_of_a_service_that_says_so_is_an_end_too() -> None:
 async def test_what_is_left_after_the_grace_fails_and_nothing_new_enters() -> None:
     service = ScriptedService(lambda _: [Pause()])
     frontend = build_frontend(service)
-    request = await frontend.admit(SPEC, RequestId("r"))
+    request = await frontend.admit(SPEC, RequestId("r"), Tenant(""))
 
     async def follow() -> None:
         async for _ in frontend.run(request):
@@ -119,7 +120,7 @@ async def test_what_is_left_after_the_grace_fails_and_nothing_new_enters() -> No
     await in_flight(frontend, 1)
     frontend.in_flight.close()
     with pytest.raises(NoReadyPair):
-        async for _ in frontend.run(await frontend.admit(SPEC, RequestId("late"))):
+        async for _ in frontend.run(await frontend.admit(SPEC, RequestId("late"), Tenant(""))):
             pass
     await frontend.in_flight.drain(0.0)
     with pytest.raises(NoReadyPair, match="shutting down"):
@@ -129,7 +130,7 @@ async def test_what_is_left_after_the_grace_fails_and_nothing_new_enters() -> No
 
 
 async def test_an_unknown_request_cannot_be_aborted() -> None:
-    assert not InFlight(always([1])).abort(RequestId("nobody"))
+    assert not InFlight(always([1])).abort(RequestId("nobody"), "")
 
 
 async def test_merged_streams_give_every_item_in_each_streams_order() -> None:

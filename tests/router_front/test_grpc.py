@@ -17,7 +17,7 @@ from router.grpc_server import SERVICE_NAME, GrpcServer
 from router.listening import PortInUse
 from router.service_protocol import Readiness
 from tests.router_front.grpc_rig import details_of, finishes_of, grpc_rig, text_of
-from tests.router_front.http_rig import build_frontend, http_rig, ids, in_flight
+from tests.router_front.http_rig import build_frontend, http_rig, ids, in_flight, open_access
 from tests.router_front.scripted_service import Pause, Script, ScriptedService, accepted, always, failing, tokens
 from tests.router_front.tokenizers_for_tests import BOS_ID, IM_END_ID
 
@@ -376,4 +376,4 @@ async def test_a_port_in_use_is_said_clearly() -> None:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(PortInUse, match="--grpc-port"):
-            GrpcServer(build_frontend(always([1])), 1000, address)
+            GrpcServer(build_frontend(always([1])), 1000, address, open_access())

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -10,7 +9,7 @@ import pytest_asyncio
 
 from router.http_events import MAX_WATCHERS, brief
 from router.http_ui import FOLDER
-from tests.router_front.http_rig import SETTINGS, HttpRig, http_rig, ids
+from tests.router_front.http_rig import HttpRig, http_rig, ids, open_access
 from tests.router_front.scripted_service import always
 from tests.ui.page_service import record
 
@@ -26,7 +25,7 @@ async def rig() -> AsyncIterator[HttpRig]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def guarded() -> AsyncIterator[HttpRig]:
-    async with http_rig(always(ids("ok")), replace(SETTINGS, admin_key=KEY)) as rig:
+    async with http_rig(always(ids("ok")), access=open_access(KEY)) as rig:
         yield rig
 
 

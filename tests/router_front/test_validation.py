@@ -11,12 +11,13 @@ from common.ids import RequestId
 from common.request import SamplingParams
 from router.request_spec import ChatPrompt, RequestSpec, SamplingSpec, StopSpec, TextPrompt
 from router.served_model import ServedModel
+from router.tenants import Tenant
 from router.validation import Validator, ValidRequest
 from tests.router_front.http_rig import MODEL
 
 
 def validate(spec: RequestSpec, model: ServedModel = MODEL, num_tokens: int = 3) -> ValidRequest:
-    return Validator(model, 10.0, random.Random(1)).validate(spec, [65] * num_tokens, RequestId("r"))
+    return Validator(model, 10.0, random.Random(1)).validate(spec, [65] * num_tokens, RequestId("r"), Tenant(""))
 
 
 def sampled(model: ServedModel = MODEL, **fields: Any) -> SamplingParams:
@@ -76,7 +77,7 @@ def test_edges_become_their_meaning() -> None:
 def test_a_seed_is_drawn_when_none_is_stated() -> None:
     validator = Validator(MODEL, 10.0, random.Random(1))
     spec = RequestSpec("", TextPrompt("x"))
-    seeds = {validator.validate(spec, [65], RequestId("r")).generation.sampling.seed for _ in range(20)}
+    seeds = {validator.validate(spec, [65], RequestId("r"), Tenant("")).generation.sampling.seed for _ in range(20)}
     assert len(seeds) == 20
     assert all(0 <= seed < 2**63 for seed in seeds)
 

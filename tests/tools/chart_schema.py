@@ -15,11 +15,11 @@ from common.config import AutoscaleSettings, RouterSettings, WorkerSettings
 
 SCHEMA_PATH = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "pdserve" / "values.schema.json"
 # What the chart decides: identities, addresses and what it has values of its own for; and no secret in a ConfigMap.
-DECIDED_BY_CHART = frozenset(("router_id", "host", "port", "http_port", "grpc_port", "metrics_port", "admin_key"))
+DECIDED_BY_CHART = frozenset(("router_id", "host", "port", "http_port", "grpc_port", "metrics_port"))
 # These are the pools' own minReplicas and maxReplicas, and the router's Service.
 DECIDED_BY_CHART |= {"prefill_min", "prefill_max", "decode_min", "decode_max", "router_url"}
 # From Secrets, by `tls` in the values.
-DECIDED_BY_CHART |= {"cert_file", "key_file"}
+DECIDED_BY_CHART |= {"cert_file", "key_file", "admin_key", "admin_key_file", "api_keys_file"}
 _LINE = 118
 
 

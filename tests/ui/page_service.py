@@ -12,7 +12,7 @@ from common.messages import Role, WorkerState
 from common.prefix_index.census import WorkerCensus
 from router.recent import TransferRate
 from router.service_protocol import ClusterState, JsonObject, WorkerView
-from tests.router_front.http_rig import SETTINGS, HttpRig, http_rig, ids
+from tests.router_front.http_rig import HttpRig, http_rig, ids, open_access
 from tests.router_front.scripted_service import RECENT, ScriptedService, answer
 
 ResultT = TypeVar("ResultT")
@@ -151,7 +151,7 @@ def served(admin_key: str = "") -> Iterator[Served]:
 
     async def serve() -> None:
         service = page_service()
-        async with http_rig(service, replace(SETTINGS, admin_key=admin_key)) as rig:
+        async with http_rig(service, access=open_access(admin_key)) as rig:
             started.append(Served(asyncio.get_running_loop(), rig, service))
             is_up.set()
             await stop.wait()
