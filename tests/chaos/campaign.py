@@ -1,6 +1,7 @@
 """`python -m tests.chaos.campaign kills|cancels|roll`: one fault many times, under load, on one cluster of 2+2.
 
-Prints what was found and adds it to `build/campaigns.json`, so that a long campaign can be run in pieces.
+Prints what was found and adds it to `build/campaigns.json`, so that a long campaign can be run in pieces: `--seconds`
+ends one early.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +28,39 @@ OUTPUT = Path("build/campaigns.json")
 Findings = dict[str, Any]
 
 
-async def kills(rig: Rig, model: Path, count: int, seed: int, roles: Sequence[str]) -> Findings:
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much: so many kills or requests, but for no longer than so many seconds."""
+
+    count: int
+    seconds: float
+    seed: int
+    roles: tuple[str, ...]
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.started_s + self.seconds
+
+
+async def kills(rig: Rig, model: Path, plan: Plan) -> Findings:
     """kill -9 of workers of both roles by turns, at random moments; every request must end right."""
-    rng = random.Random(seed)
+    rng, seed = random.Random(plan.seed), plan.seed
     deaths: list[Findings] = []
     async with Clients(rig.cluster.url, rig.cluster.grpc, questions_for_chaos(model, seed), seed=seed) as clients:
         clients.start()
         await rig.until(lambda: any(e.outcome is Outcome.RIGHT for e in clients.entries), "a first answer", 60)
-        for number in range(count):
+        for number in range(plan.count):
+            if plan.is_over:
+                break
             await asyncio.sleep(rng.uniform(0.0, 2.0))
-            role = roles[number % len(roles)]
+            role = plan.roles[number % len(plan.roles)]
             victim = rng.choice(await asyncio.to_thread(rig.workers, role))
             held = sorted({holding.phase for holding in await asyncio.to_thread(rig.holdings, victim)})
             died_s = time.monotonic()
             await rig.kill(victim["pid"])
             deaths.append({"role": role, "held": held, "died_s": died_s})
-            _say(f"{number + 1}/{count} {victim['worker_id']} died with {held or 'nothing'}")
+            _say(f"{number + 1}/{plan.count} {victim['worker_id']} died with {held or 'nothing'}")
             await rig.until_whole()
             deaths[-1]["whole_after_s"] = time.monotonic() - died_s
         await clients.stop()
@@ -60,25 +79,26 @@ async def _pauses(rig: Rig, entries: Sequence[Entry], died_s: float) -> list[flo
     return gaps
 
 
-async def cancels(rig: Rig, model: Path, count: int, seed: int, _: Sequence[str]) -> Findings:
+async def cancels(rig: Rig, model: Path, plan: Plan) -> Findings:
     """Short requests, of whose clients almost half leave at random moments; at the end nothing may be held."""
-    questions = make_questions(model, mixed_cases(60, seed, longest_prompt=64, longest_output=16))
+    questions = make_questions(model, mixed_cases(60, plan.seed, longest_prompt=64, longest_output=16))
     async with Clients(
-        rig.cluster.url, rig.cluster.grpc, questions, at_once=16, seed=seed, leaving=0.45, leaving_within_s=0.15
+        rig.cluster.url, rig.cluster.grpc, questions, at_once=16, seed=plan.seed, leaving=0.45, leaving_within_s=0.15
     ) as clients:
-        clients.start(count)
-        while any(not task.done() for task in clients.tasks):
+        clients.start(plan.count)
+        while any(not task.done() for task in clients.tasks) and not plan.is_over:
             await asyncio.wait(clients.tasks, timeout=20)
-            _say(f"{len(clients.entries)}/{count} {dict(count_outcomes(clients.entries))}")
-        await clients.wait()
+            _say(f"{len(clients.entries)}/{plan.count} {dict(count_outcomes(clients.entries))}")
+        await clients.stop()
     workers = await asyncio.to_thread(rig.cluster.wait_until_idle)
     leaked = sum(worker["kv_blocks_used"] + worker["kv_blocks_held"] for worker in workers)
     holdings = [str(holding) for worker in workers for holding in rig.holdings(worker)]
     return {"blocks_leaked": leaked, "holdings": holdings, **_requests(clients.entries)}
 
 
-async def roll(rig: Rig, model: Path, count: int, seed: int, roles: Sequence[str]) -> Findings:
-    """Replace every worker, one by one, at steady load, until `count` requests have been made at least."""
+async def roll(rig: Rig, model: Path, plan: Plan) -> Findings:
+    """Replace every worker, one by one, at steady load, until so many requests have been made at least."""
+    seed, count, roles = plan.seed, plan.count, plan.roles
     replaced: list[str] = []
     questions = questions_for_chaos(model, seed)
     async with Clients(rig.cluster.url, rig.cluster.grpc, questions, at_once=4, seed=seed) as clients:
@@ -124,16 +144,16 @@ def summary(name: str, findings: Findings) -> str:
     return "\n  ".join([*lines, *findings["problems"]])
 
 
-Campaign = Callable[[Rig, Path, int, int, Sequence[str]], Awaitable[Findings]]
+Campaign = Callable[[Rig, Path, Plan], Awaitable[Findings]]
 CAMPAIGNS: dict[str, Campaign] = {"kills": kills, "cancels": cancels, "roll": roll}
 
 
-def run(name: str, count: int, seed: int, roles: Sequence[str]) -> Findings:
+def run(name: str, plan: Plan) -> Findings:
     """One campaign on a cluster of its own, whose books are audited at the end."""
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "tiny")
         with running_rig(model, Shape(2, 2)) as rig:
-            return asyncio.run(CAMPAIGNS[name](rig, model, count, seed, roles))
+            return asyncio.run(CAMPAIGNS[name](rig, model, plan))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,9 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", choices=CAMPAIGNS)
     parser.add_argument("--count", type=int, default=20, help="kills, or requests")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no longer than this")
     parser.add_argument("--roles", default="prefill,decode")
     options = parser.parse_args(arguments)
-    findings = run(options.name, options.count, options.seed, options.roles.split(","))
+    plan = Plan(options.count, options.seconds, options.seed, tuple(options.roles.split(",")))
+    findings = run(options.name, plan)
     _add_to_output(options.name, {"seed": options.seed, **findings})
     print(summary(options.name, findings))
     return 1 if findings["problems"] or findings.get("blocks_leaked") or findings.get("holdings") else 0
