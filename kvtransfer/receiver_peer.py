@@ -18,6 +18,7 @@ from common.telemetry.logs import get_logger
 from kvtransfer import wire
 from kvtransfer.cache_rows import CacheRows
 from kvtransfer.codec import ChunkCodec
+from kvtransfer.digest import Digest
 from kvtransfer.events import (
     ChunkReceived,
     DropPeer,
@@ -78,9 +79,8 @@ class ReceiverPeer:
         self._peer = peer
         self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
-        has_digest = shared.settings.digest and shared.settings.staging_device.type == "cpu"
-        self._digest_key = secrets.token_bytes(DIGEST_KEY_BYTES) if has_digest else b""
-        self._codec = ChunkCodec(shared.rows, self._digest_key)
+        self._digest = Digest(shared.settings.digest_kind, secrets.token_bytes(DIGEST_KEY_BYTES))
+        self._codec = ChunkCodec(shared.rows, self._digest)
         self._outbox: asyncio.Queue[pb.ConnectResponse] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._outcome: asyncio.Future[str] = self._loop.create_future()
         self._link: Link | None = None
@@ -142,7 +142,8 @@ class ReceiverPeer:
             store_host=self._shared.store.host,
             store_port=self._shared.store.port,
             transport=self._settings.transport,
-            digest_key=self._digest_key,
+            digest_key=self._digest.key,
+            digest_kind=self._digest.kind,
         )
         await context.write(pb.ConnectResponse(hello=hello))
         epoch = (await anext(requests)).open_link.epoch

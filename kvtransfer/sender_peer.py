@@ -19,6 +19,7 @@ from common.tls.identity import Component
 from kvtransfer import wire
 from kvtransfer.cache_rows import CacheRows
 from kvtransfer.codec import ChunkCodec
+from kvtransfer.digest import Digest, DigestKind
 from kvtransfer.events import ConnectPeer, PeerReady, SendCancel, SendChunk, SenderEvent, SendFinished
 from kvtransfer.links.build import LinkPlan
 from kvtransfer.links.gloo import SENDER_RANK
@@ -123,13 +124,14 @@ class SenderPeer:
             raise SessionEnded(f"expected {self._target.peer}, {got} answers: stale incarnation")
         if hello.transport != self._settings.transport:
             raise SessionEnded(f"transport: {self._settings.transport!r} here, {hello.transport!r} there")
+        kind = _digest_kind(hello.digest_kind)
         epoch = secrets.token_hex(8)
         await call.write(pb.ConnectRequest(open_link=pb.OpenLink(epoch=epoch)))
         accepted = (await _read(call, "link_accepted")).link_accepted
         if accepted.epoch != epoch:
             raise SessionEnded(f"expected epoch {epoch}, accepted {accepted.epoch}")
         self._link = await build_link_off_loop(self._link_plan(hello, epoch))
-        return ChunkCodec(self._rows, hello.digest_key)
+        return ChunkCodec(self._rows, Digest(kind, hello.digest_key))
 
     def _link_plan(self, hello: pb.ReceiverHello, epoch: str) -> LinkPlan:
         settings = self._settings
@@ -178,6 +180,13 @@ class SenderPeer:
             await stopped
         if self._link is not None:
             self._link.close()
+
+
+def _digest_kind(name: str) -> DigestKind:
+    try:
+        return DigestKind(name)
+    except ValueError:
+        raise SessionEnded(f"digest {name[:32]!r} is not known here") from None
 
 
 async def _read(call: Call, expected: str | None = None) -> pb.ConnectResponse:

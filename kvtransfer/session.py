@@ -14,6 +14,7 @@ from common.ids import WorkerRef
 from common.kv.fence import Fence
 from common.request import PairingInfo
 from common.tls.identity import Component, Identity
+from kvtransfer.digest import DigestKind
 from kvtransfer.links.build import LinkPlan, build_link
 from kvtransfer.links.protocol import Link
 from kvtransfer.staging import StagingPool
@@ -37,6 +38,13 @@ class SessionSettings:
     max_inflight_bytes: int = 32 << 20
     link_timeout_s: float = 30.0
     identity: Identity = field(default_factory=lambda: Identity(Component.PREFILL, "pdserve"))
+
+    @property
+    def digest_kind(self) -> DigestKind:
+        """A secret digest where its key travels in secret; on a device nothing is summed up."""
+        if not self.digest or self.staging_device.type != "cpu":
+            return DigestKind.NONE
+        return DigestKind.HMAC if self.identity.has_certificate else DigestKind.CRC32
 
     @property
     def staging_device(self) -> torch.device:

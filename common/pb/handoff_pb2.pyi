@@ -146,6 +146,7 @@ class ReceiverHello(_message.Message):
     STORE_PORT_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     DIGEST_KEY_FIELD_NUMBER: _builtins.int
+    DIGEST_KIND_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     store_host: _builtins.str
@@ -153,7 +154,8 @@ class ReceiverHello(_message.Message):
     store_port: _builtins.int
     transport: _builtins.str
     digest_key: _builtins.bytes
-    """Secret that keys the digest of every chunk on this session."""
+    """Secret that keys the digest of every chunk on this session, and its kind: "hmac-sha256", "crc32", "" for none."""
+    digest_kind: _builtins.str
     def __init__(
         self,
         *,
@@ -163,10 +165,11 @@ class ReceiverHello(_message.Message):
         store_port: _builtins.int = ...,
         transport: _builtins.str = ...,
         digest_key: _builtins.bytes = ...,
+        digest_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_key", b"digest_key", "incarnation", b"incarnation", "store_host", b"store_host", "store_port", b"store_port", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_key", b"digest_key", "digest_kind", b"digest_kind", "incarnation", b"incarnation", "store_host", b"store_host", "store_port", b"store_port", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

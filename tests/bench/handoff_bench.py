@@ -1,72 +1,25 @@
-"""The handoff: the link beside raw gloo in one process, then real workers at three prompt lengths."""
+"""The handoff: the link beside raw gloo, then real workers at three prompt lengths."""
 
 import asyncio
 import random
 import statistics
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import grpc
-import torch
 
 from common.checkpoint.demo_model import fetch_demo_model
 from common.pb import generation_pb2, generation_pb2_grpc
-from kvtransfer.links.process_group import ProcessGroupLink
-from kvtransfer.links.rendezvous import RendezvousStore
+from tests.bench import link_bench
 from tests.cluster.cluster import running_cluster
-from tests.kvtransfer.link_tools import HOST, TIMEOUT_S, build_both, new_prefix, receive, send
 
-NUM_LAYERS, LAYER_BYTES = 30, 393_216  # 512 tokens of the demo model in bfloat16
 PROMPTS = (128, 1024, 4096)
 ROUNDS = 9
 
 
 def run() -> list[dict[str, Any]]:
-    return [_link_row(), *_cluster_rows()]
-
-
-def _link_row() -> dict[str, Any]:
-    store = RendezvousStore(HOST, TIMEOUT_S)
-    receiver, sender = build_both(store, new_prefix())
-    sources = [torch.ones(LAYER_BYTES, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
-    targets = [torch.zeros(LAYER_BYTES, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
-    times: dict[str, list[float]] = {"ours": [], "raw": []}
-    for _ in range(4 * ROUNDS):
-        times["ours"].append(_timed(lambda: _through_link(receiver, sender, targets, sources)))
-        times["raw"].append(_timed(lambda: _through_gloo(receiver, sender, targets, sources)))
-    for end in (receiver, sender):
-        end.close()
-        end.join(TIMEOUT_S)
-    store.close()
-    ours, raw = (NUM_LAYERS * LAYER_BYTES / statistics.median(times[side]) / 1e9 for side in ("ours", "raw"))
-    name = f"link, {NUM_LAYERS} x {LAYER_BYTES} bytes in flight"
-    return {"metric": name, "unit": "GB/s", "ours": ours, "peers": {"raw gloo": raw}, "floor": None, "better": "higher"}
-
-
-def _timed(call: Callable[[], None]) -> float:
-    started_s = time.perf_counter()
-    call()
-    return time.perf_counter() - started_s
-
-
-def _through_link(
-    receiver: ProcessGroupLink, sender: ProcessGroupLink, targets: list[torch.Tensor], sources: list[torch.Tensor]
-) -> None:
-    waiting = [receive(receiver, target) for target in targets] + [send(sender, source) for source in sources]
-    for future in waiting:
-        future.result(TIMEOUT_S)
-
-
-def _through_gloo(
-    receiver: ProcessGroupLink, sender: ProcessGroupLink, targets: list[torch.Tensor], sources: list[torch.Tensor]
-) -> None:
-    """On the links' own groups: what the transport does without anything around it."""
-    works = [receiver._group.recv([target], 1, 0) for target in targets]
-    works += [sender._group.send([source], 0, 0) for source in sources]
-    for work in works:
-        work.wait()
+    return [*link_bench.run(), *_cluster_rows()]
 
 
 def _cluster_rows() -> list[dict[str, Any]]:

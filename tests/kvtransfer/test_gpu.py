@@ -7,6 +7,7 @@ import torch
 
 from kvtransfer.cache_rows import TorchRows
 from kvtransfer.codec import ChunkCodec
+from kvtransfer.digest import Digest
 from kvtransfer.links.nccl import build_nccl_link
 from kvtransfer.links.rendezvous import RendezvousStore, join_rendezvous
 from kvtransfer.session import SessionSettings
@@ -29,7 +30,7 @@ def test_a_chunk_goes_from_gpu_cache_to_gpu_cache_through_pinned_staging() -> No
     buffer = SessionSettings(PREFILL, PAIRING, source).new_staging_pool().acquire(200_000)
     assert buffer.is_pinned()
     chunk = chunk_of(source, (0, 4), (0, 100))
-    sender, receiver = (ChunkCodec(TorchRows(kv), b"key") for kv in (source, target))
+    sender, receiver = (ChunkCodec(TorchRows(kv), Digest()) for kv in (source, target))
     receiver.prepare(chunk, buffer)
     sender.pack(new_transfer_id("r1"), chunk, (5, 3, 9, 1, 7, 11, 2), buffer)
     assert receiver.problem(new_transfer_id("r1"), chunk, buffer) is None

@@ -16,12 +16,14 @@ from common.kv.rows import read_rows, write_rows  # noqa: E402
 from kvtransfer import payload  # noqa: E402
 from kvtransfer.cache_rows import CacheRows, NumpyRows, TorchRows, bytes_per_token_layer, cache_rows  # noqa: E402
 from kvtransfer.codec import ChunkCodec  # noqa: E402
+from kvtransfer.digest import DIGEST_BYTES, Digest, DigestKind  # noqa: E402
 from kvtransfer.events import Chunk  # noqa: E402
 from kvtransfer.plan import HEADER_BYTES, ChunkPlanner  # noqa: E402
 from kvtransfer.staging import StagingPool  # noqa: E402
 from tests.kvtransfer.cluster import new_cache, new_transfer_id, put_rows, request_rows, rows_of  # noqa: E402
 
 KEY = bytes(range(32))
+HMAC, CRC32 = Digest(DigestKind.HMAC, KEY), Digest(DigestKind.CRC32, KEY)
 TRANSFER = new_transfer_id("r1")
 
 
@@ -139,13 +141,13 @@ def test_a_block_table_that_does_not_fit_is_a_bug(block_table: tuple[int, ...]) 
 class Packed:
     """A chunk packed by a sender, in a buffer as a receiver would have it."""
 
-    def __init__(self, key: bytes = KEY, seq: int = 0) -> None:
+    def __init__(self, digest: Digest = HMAC, seq: int = 0) -> None:
         self.kv = new_cache(16)
         self.kv.copy_(torch.randn(self.kv.shape, generator=torch.Generator().manual_seed(1)))
         rows: CacheRows = cache_rows(self.kv)
         self.chunk = chunk_of(self.kv, (0, 2), (0, 20), seq)
         self.pool = StagingPool(1 << 20, torch.device("cpu"), is_pinned=False)
-        self.codec = ChunkCodec(rows, key)
+        self.codec = ChunkCodec(rows, digest)
         self.buffer = self.pool.acquire(self.chunk.num_bytes)
         self.codec.prepare(self.chunk, self.buffer)
         packed = self.pool.acquire(self.chunk.num_bytes)
@@ -156,14 +158,15 @@ class Packed:
         return self.codec.problem(TRANSFER, chunk or self.chunk, self.buffer)
 
 
-@pytest.mark.parametrize("key", [KEY, b""])
-def test_an_intact_chunk_has_no_problem(key: bytes) -> None:
-    assert Packed(key).problem() is None
+@pytest.mark.parametrize("digest", [HMAC, CRC32, Digest()])
+def test_an_intact_chunk_has_no_problem(digest: Digest) -> None:
+    assert Packed(digest).problem() is None
 
 
+@pytest.mark.parametrize("digest", [HMAC, CRC32])
 @pytest.mark.parametrize("position", [0, 15, HEADER_BYTES, HEADER_BYTES + 1000, -1])
-def test_one_flipped_bit_is_seen(position: int) -> None:
-    packed = Packed()
+def test_one_flipped_bit_is_seen(position: int, digest: Digest) -> None:
+    packed = Packed(digest)
     packed.buffer[: packed.chunk.num_bytes][position] ^= 4
     problem = packed.problem()
     assert problem is not None
@@ -171,17 +174,24 @@ def test_one_flipped_bit_is_seen(position: int) -> None:
 
 
 def test_a_flipped_bit_passes_when_the_digest_is_off() -> None:
-    packed = Packed(key=b"")
+    packed = Packed(Digest())
     packed.buffer[HEADER_BYTES] ^= 4
     assert packed.problem() is None
 
 
-def test_another_sessions_key_is_refused() -> None:
-    packed = Packed()
-    other = ChunkCodec(cache_rows(packed.kv), bytes(32))
+@pytest.mark.parametrize("digest", [HMAC, CRC32])
+def test_another_sessions_key_is_refused(digest: Digest) -> None:
+    packed = Packed(digest)
+    other = ChunkCodec(cache_rows(packed.kv), Digest(digest.kind, bytes(32)))
     problem = other.problem(TRANSFER, packed.chunk, packed.buffer)
     assert problem is not None
     assert "digest" in problem
+
+
+def test_a_chunk_under_another_kind_of_digest_is_refused() -> None:
+    packed = Packed(CRC32)
+    problem = ChunkCodec(cache_rows(packed.kv), HMAC).problem(TRANSFER, packed.chunk, packed.buffer)
+    assert problem == "chunk 0: expected flags 1, got 2"
 
 
 def test_a_shorter_message_is_seen_by_the_digest() -> None:
@@ -222,9 +232,9 @@ def test_a_chunk_of_another_transfer_or_try_is_seen() -> None:
         assert "transfer" in problem
 
 
-@pytest.mark.parametrize("offset", range(payload.DIGEST_BYTES, HEADER_BYTES - 4))
+@pytest.mark.parametrize("offset", range(DIGEST_BYTES, HEADER_BYTES - 4))
 def test_every_byte_of_the_header_counts(offset: int) -> None:
-    packed = Packed(key=b"")
+    packed = Packed(Digest())
     packed.buffer[offset] ^= 1
     assert packed.problem() is not None
 
@@ -237,7 +247,7 @@ def test_a_payload_of_the_wrong_length_is_not_sealed() -> None:
 
 
 def test_a_header_for_device_data_is_the_same_without_digest() -> None:
-    packed, header = Packed(key=b""), torch.empty(HEADER_BYTES, dtype=torch.uint8)
+    packed, header = Packed(Digest()), torch.empty(HEADER_BYTES, dtype=torch.uint8)
     payload.seal_header(header.numpy().data, TRANSFER, packed.chunk)
     assert torch.equal(header, packed.buffer[:HEADER_BYTES])
 

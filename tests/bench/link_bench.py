@@ -1,0 +1,143 @@
+"""The handoff's link beside raw gloo: two processes, one at each end, the same bytes by turns.
+
+A round is NUM_LAYERS messages in flight at once, timed at the receiver from its first posted receive until all are
+there. "raw" waits for gloo's own operations on the same group; the others go through our threads, and seal and check
+every message with that kind of digest. As a module this is the sending end.
+"""
+
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from common.ids import AttemptId, RequestId, TransferId
+from kvtransfer import payload
+from kvtransfer.digest import Digest, DigestKind
+from kvtransfer.events import Chunk
+from kvtransfer.links.build import build_link
+from kvtransfer.links.gloo import RECEIVER_RANK, SENDER_RANK
+from kvtransfer.links.process_group import ProcessGroupLink
+from kvtransfer.links.rendezvous import RendezvousStore
+from tests.kvtransfer.link_tools import HOST, TIMEOUT_S, new_prefix, plan
+
+_KEY = bytes(range(32))
+NUM_LAYERS, LAYER_BYTES = 30, 393_216  # 512 tokens of the demo model in bfloat16
+RAW = "raw"
+KINDS = {"off": Digest(), "crc32": Digest(DigestKind.CRC32, _KEY), "hmac": Digest(DigestKind.HMAC, _KEY)}
+NUM_ROUNDS, WARM_UP = 60, 5
+_TRANSFER = TransferId(AttemptId(RequestId("bench"), 0), 0)
+_CHUNKS = [Chunk(seq, seq, seq + 1, 0, 512, LAYER_BYTES) for seq in range(NUM_LAYERS)]
+
+
+def run() -> list[dict[str, Any]]:
+    """A row for each kind of digest, beside raw gloo."""
+    store = RendezvousStore(HOST, TIMEOUT_S)
+    prefix = new_prefix()
+    child = _start_sender(store.port, prefix)
+    link = build_link(plan(store.port, prefix, RECEIVER_RANK))
+    try:
+        rates = _measure(link, child)
+    finally:
+        child.kill()
+        child.wait()
+        link.close()
+        link.join(TIMEOUT_S)
+        store.close()
+    name = f"link, {NUM_LAYERS} x {LAYER_BYTES} bytes in flight, digest"
+    return [_row(f"{name} {kind}", rates[kind], rates[RAW]) for kind in KINDS]
+
+
+def _row(metric: str, ours: float, raw: float) -> dict[str, Any]:
+    return {
+        "metric": metric,
+        "unit": "GB/s",
+        "ours": ours,
+        "peers": {"raw gloo": raw},
+        "floor": None,
+        "better": "higher",
+    }
+
+
+def _start_sender(port: int, prefix: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.bench.link_bench", str(port), prefix]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment)
+
+
+def _measure(link: ProcessGroupLink, child: subprocess.Popen[str]) -> dict[str, float]:
+    """GB/s of each kind, the median of its rounds."""
+    buffers = _buffers()
+    times: dict[str, list[float]] = {kind: [] for kind in (RAW, *KINDS)}
+    for number, kind in itertools.product(range(NUM_ROUNDS + WARM_UP), (RAW, *KINDS)):
+        assert child.stdin is not None
+        child.stdin.write(f"{kind}\n")
+        child.stdin.flush()
+        started_s = time.perf_counter()
+        _receive_all(link, kind, buffers)
+        if number >= WARM_UP:
+            times[kind].append(time.perf_counter() - started_s)
+    return {kind: NUM_LAYERS * LAYER_BYTES / statistics.median(each) / 1e9 for kind, each in times.items()}
+
+
+def _receive_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor]) -> None:
+    if kind == RAW:
+        _wait_for_all([link._group.recv([buffer], SENDER_RANK, 0) for buffer in buffers])
+        return
+    arrived: SimpleQueue[str | None] = SimpleQueue()
+    for chunk, buffer in zip(_CHUNKS, buffers, strict=True):
+        link.receive(buffer, partial(_report, arrived, KINDS[kind], chunk, buffer))
+    for _ in buffers:
+        problem = arrived.get(timeout=TIMEOUT_S)
+        assert problem is None, problem
+
+
+def _report(
+    arrived: "SimpleQueue[str | None]",
+    digest: Digest,
+    chunk: Chunk,
+    buffer: torch.Tensor,
+    error: Exception | None,
+) -> None:
+    """In the link's thread, where the handoff checks too."""
+    wrong = None if error is None else str(error)
+    arrived.put(wrong or payload.problem(buffer.numpy().data, _TRANSFER, chunk, digest))
+
+
+def _wait_for_all(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _buffers() -> list[torch.Tensor]:
+    return [torch.ones(LAYER_BYTES, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
+
+
+def _send_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor]) -> None:
+    if kind == RAW:
+        _wait_for_all([link._group.send([buffer], RECEIVER_RANK, 0) for buffer in buffers])
+        return
+    sent: SimpleQueue[Exception | None] = SimpleQueue()
+    for chunk, buffer in zip(_CHUNKS, buffers, strict=True):
+        payload.seal(buffer.numpy().data, _TRANSFER, chunk, KINDS[kind])
+        link.send(buffer, sent.put)
+    for _ in buffers:
+        assert sent.get(timeout=TIMEOUT_S) is None
+
+
+def _serve(port: int, prefix: str) -> None:
+    """Send a round of the kind that each line names, until stdin ends."""
+    link = build_link(plan(port, prefix, SENDER_RANK))
+    buffers = _buffers()
+    for line in sys.stdin:
+        _send_all(link, line.strip(), buffers)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2])
