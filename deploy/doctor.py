@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import Literal
+from typing import Any, Literal
 
 from common.config import ClusterConfig
 
@@ -57,8 +57,8 @@ def lines_of(finding: Finding) -> list[str]:
 def checks_for(purpose: str) -> list[Callable[[ClusterConfig], Finding]]:
     """Which checks matter to a router, a worker, or a whole cluster on this machine (`up`)."""
     anywhere: list[Callable[[ClusterConfig], Finding]] = [python, files, processes, disk, redis]
-    router = [http_port, grpc_port]
-    worker = [torch, gpu, nccl, gloo]
+    router = [router_certificates, http_port, grpc_port]
+    worker = [worker_certificates, torch, gpu, nccl, gloo]
     chosen = {"router": router, "worker": worker, "up": [*router, *worker, shared_memory, ray]}
     return [*anywhere, *chosen[purpose]]
 
@@ -104,16 +104,47 @@ def redis(config: ClusterConfig) -> Finding:
     return Finding("redis", "ok", f"{binary} would be started")
 
 
+def router_certificates(config: ClusterConfig) -> Finding:
+    front = config.router.cert_file, config.router.key_file, ""
+    return _certificates("router", [config.tls.paths_of("router"), front])
+
+
+def worker_certificates(config: ClusterConfig) -> Finding:
+    """One of the roles is enough: a machine may be for prefill or for decode alone."""
+    findings = [_certificates("worker", [config.tls.paths_of(role)]) for role in ("prefill", "decode")]
+    return next((finding for finding in findings if finding.status == "ok"), findings[0])
+
+
+def _certificates(whose: str, paths: list[tuple[str, str, str]]) -> Finding:
+    from common.tls.files import CertificateFiles, InvalidCertificate
+
+    used = [each for each in paths if each[0]]
+    try:
+        for cert_file, key_file, ca_file in used:
+            CertificateFiles(cert_file, key_file, ca_file).current()
+    except InvalidCertificate as error:
+        return Finding("certificates", "failed", str(error), "pdserve certs DIR makes some; --tls DIR uses them")
+    found = ", ".join(each[0] for each in used) or f"none: the {whose} listens on loopback or with --insecure"
+    return Finding("certificates", "ok", found)
+
+
 def _given_redis(url: str) -> Finding:
     from redis import Redis
-    from redis.exceptions import RedisError
+    from redis.exceptions import NoPermissionError, RedisError
 
+    from common.prefix_index.client import split_credentials
     from deploy.settings import redact_url
 
     shown = redact_url(url)
+    plain_url, credentials = split_credentials(url)
+    options: dict[str, Any] = {} if credentials is None else {"credential_provider": credentials}
+    options |= {"socket_timeout": _REDIS_TIMEOUT_S, "socket_connect_timeout": _REDIS_TIMEOUT_S}
     try:
-        with Redis.from_url(url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S) as client:
+        with Redis.from_url(plain_url, **options) as client:
+            client.ping()
             version = client.info("server")["redis_version"]
+    except NoPermissionError:
+        return Finding("redis", "ok", f"{shown}, version not told to this user")
     except (RedisError, OSError, ValueError) as error:
         fix = "start it, or correct redis_url (pdserve config show says where it comes from)"
         return Finding("redis", "failed", f"{shown}: {error}", fix)

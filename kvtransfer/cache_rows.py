@@ -148,10 +148,6 @@ def _unpack(kv: torch.Tensor, slots: torch.Tensor, layers: range, payload: torch
     kv.view(torch.uint8)[layers.start : layers.stop].flatten(2, 3).index_copy_(2, slots, payload.view(torch.uint8))
 
 
-def _slots(self, chunk: Chunk, block_table: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(_slots(chunk, block_table, self._block_size, self._rows.shape[2])).to(self._rows.device)
-
-
 def _slots(chunk: Chunk, block_table: tuple[int, ...], block_size: int, num_slots: int) -> npt.NDArray[np.int64]:
     """[num_tokens] slot of each of the chunk's tokens."""
     first_block = chunk.token_start // block_size

@@ -26,7 +26,7 @@ ResultT = TypeVar("ResultT")
 
 def connect(redis_url: str, timeout_s: float, max_connections: int = 8) -> Redis:
     """A client that connects on first use. The default client retries for seconds; this one never does."""
-    url, credentials = _split_credentials(redis_url)
+    url, credentials = split_credentials(redis_url)
     pool = BlockingConnectionPool.from_url(
         url,
         **({} if credentials is None else {"credential_provider": credentials}),
@@ -90,7 +90,7 @@ class PasswordFile(CredentialProvider):
         return self.get_credentials()
 
 
-def _split_credentials(redis_url: str) -> tuple[str, PasswordFile | None]:
+def split_credentials(redis_url: str) -> tuple[str, PasswordFile | None]:
     """The URL as redis-py takes it, and where the password is if the URL only says so."""
     parts = urlsplit(redis_url)
     query = parse_qs(parts.query, keep_blank_values=True)

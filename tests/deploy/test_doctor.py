@@ -6,6 +6,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ import pytest
 from common.config import ClusterConfig, WorkerSettings
 from deploy import doctor, redis_server
 from deploy.doctor import Finding, checks_for, diagnose, lines_of
+from deploy.settings import load_settings, tls_flags
+from tests.certificates import new_certs
+from tests.redis_box import binaries, redis_box
 
 CONFIG = ClusterConfig()
 
@@ -41,6 +45,29 @@ def test_a_redis_that_does_not_answer_fails_without_its_password() -> None:
     finding = doctor.redis(CONFIG.model_copy(update={"redis_url": "redis://:hunter2@127.0.0.1:9/0"}))
     assert (finding.status, "hunter2" in str(finding)) == ("failed", False)
     assert "redis_url" in finding.fix
+
+
+def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    directory = new_certs(tmp_path)
+    config = load_settings(tls_flags(directory), environ={}).config
+    assert doctor.router_certificates(config).found == f"{directory}/router.crt, {directory}/front.crt"
+    (directory / "front.key").unlink()
+    finding = doctor.router_certificates(config)
+    assert (finding.status, "front.key" in finding.found, "pdserve certs" in finding.fix) == ("failed", True, True)
+    (directory / "prefill.key").unlink()
+    assert doctor.worker_certificates(config).found == f"{directory}/decode.crt"
+    (directory / "decode.crt").write_text("no certificate")
+    assert doctor.worker_certificates(config).status == "failed"
+
+
+def test_a_redis_user_that_may_not_see_the_version_is_fine(tmp_path: Path) -> None:
+    with redis_box(binaries()[0], tmp_path) as box, box.client() as client:
+        client.execute_command("ACL", "SETUSER", "worker", "on", ">word", "+ping")
+        path = tmp_path / "password"
+        path.write_text("word")
+        url = f"redis://worker@127.0.0.1:{box.port}/0?password_file={path}"
+        finding = doctor.redis(CONFIG.model_copy(update={"redis_url": url}))
+    assert (finding.status, finding.found.endswith("version not told to this user")) == ("ok", True)
 
 
 def test_without_any_redis_three_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
