@@ -157,6 +157,12 @@ class PoolSettings(BaseModel):
     routers: int = Field(1, ge=1, le=64, description="routers that pdserve up starts, on ports that follow each other")
     drain_grace_s: float = Field(30.0, ge=0, description="how long a worker that leaves may finish what it has")
     start_limit_s: float = Field(600.0, gt=0, description="a worker that is not ready by then is replaced")
+    change_roles: bool = Field(
+        True, description="a worker too many in one pool takes the role that the other lacks, its weights kept"
+    )
+    change_grace_s: float = Field(
+        10.0, ge=0, description="how long a worker that changes its role may finish what it has; the rest moves"
+    )
 
 
 class AutoscaleSettings(BaseModel):
@@ -169,10 +175,17 @@ class AutoscaleSettings(BaseModel):
     prefill_max: int = Field(4, ge=1, le=1024)
     decode_min: int = Field(1, ge=1, le=1024)
     decode_max: int = Field(4, ge=1, le=1024)
+    total_min: int = Field(0, ge=0, le=2048, description="least workers of both pools together; 0 = as their own")
+    total_max: int = Field(0, ge=0, le=2048, description="most workers of both pools together; 0 = as their own")
     target_ttft_s: float = Field(2.0, gt=0, description="prefill tokens that wait should be done within it")
     target_tpot_s: float = Field(0.1, gt=0, description="a decode step should take no longer")
     up_window_s: float = Field(5.0, ge=0, description="more must be needed for so long before a pool grows")
     stable_window_s: float = Field(300.0, ge=0, description="less must be needed for so long before a pool shrinks")
+    shift_window_s: float = Field(
+        30.0,
+        ge=0,
+        description="at total_max, a pool must have had workers to spare for so long before one changes its role",
+    )
     up_cooldown_s: float = Field(60.0, ge=0, description="least time from a change to the next growth")
     down_cooldown_s: float = Field(60.0, ge=0, description="least time from a change to the next shrinking")
     router_url: str = Field(
@@ -183,6 +196,10 @@ class AutoscaleSettings(BaseModel):
     def _has_ordered_limits(self) -> "AutoscaleSettings":
         if self.prefill_min > self.prefill_max or self.decode_min > self.decode_max:
             raise ValueError("a pool's min is larger than its max")
+        if self.total_max and self.total_max < max(self.total_min, self.prefill_min + self.decode_min):
+            raise ValueError("total_max is less than total_min, or than the pools' mins together")
+        if self.total_min > self.prefill_max + self.decode_max:
+            raise ValueError("total_min is more than the pools' maxes together")
         return self
 
 

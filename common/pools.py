@@ -30,10 +30,10 @@ redis.call('SET', KEYS[2], ARGV[4], 'EX', tonumber(ARGV[1]))
 return redis.call('HMGET', KEYS[1], 'prefill', 'decode')
 """
 
-# KEYS: sizes. ARGV: role, replicas.
+# KEYS: sizes. ARGV: role, replicas, and so on.
 _RESIZE = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('HSET', KEYS[1], unpack(ARGV))
 return 1
 """
 
@@ -49,15 +49,21 @@ class PoolStore:
         self._status_key = f"{namespace}:pools:status"
         self._kept_key = f"{namespace}:pools:kept"
 
-    async def set_desired(self, role: str, replicas: int) -> None:
-        """Ask the controller for another size. Raises InvalidRequest when none runs or the size makes no sense."""
-        if role not in ROLES:
-            raise InvalidRequest("role must be prefill or decode", param="role")
-        if not 0 <= replicas <= MAX_REPLICAS:
-            raise InvalidRequest(f"replicas must be between 0 and {MAX_REPLICAS}", param="replicas")
+    async def set_desired(self, sizes: Mapping[str, int]) -> None:
+        """Ask the controller for other sizes, of one pool or of both at once, so that workers may change their role.
+
+        Raises InvalidRequest when none runs or a size makes no sense.
+        """
+        args: list[str | int] = []
+        for role, replicas in sizes.items():
+            if role not in ROLES:
+                raise InvalidRequest("role must be prefill or decode", param="role")
+            if not 0 <= replicas <= MAX_REPLICAS:
+                raise InvalidRequest(f"replicas must be between 0 and {MAX_REPLICAS}", param="replicas")
+            args += [role, replicas]
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                is_set = await self._resize(keys=[self._sizes_key], args=[role, replicas])
+                is_set = await self._resize(keys=[self._sizes_key], args=args)
         except REDIS_ERRORS as error:
             raise PdserveError("Redis cannot be reached: the pool sizes are as they were") from error
         if not is_set:

@@ -70,8 +70,8 @@ class AdminClient:
         """What the API calls the model."""
         return str(self._call("GET", "/v1/models")["data"][0]["id"])
 
-    def scale(self, role: str, replicas: int) -> None:
-        self._call("POST", f"/admin/v1/pools/{role}", {"replicas": replicas})
+    def scale(self, sizes: Mapping[str, int]) -> None:
+        self._call("POST", "/admin/v1/pools", sizes)
 
     def drain(self, worker_id: str, grace_s: float | None) -> None:
         body = {} if grace_s is None else {"grace_s": grace_s}
@@ -118,10 +118,12 @@ def wait_for_sizes(
     deadline_s = time.monotonic() + timeout_s
     said = ""
     while True:
-        now = _count(client.state()["workers"], sizes)
+        state = client.state()
+        now = _count(state["workers"], sizes)
         if all(now[role] == (replicas, replicas) for role, replicas in sizes.items()):
             return
-        text = ", ".join(f"{role} {ready} ready of {sizes[role]}" for role, (ready, _) in now.items())
+        parts = [f"{role} {ready} ready of {sizes[role]}" for role, (ready, _) in now.items()]
+        text = ", ".join([*parts, *changes(state.get("pools") or {})])
         if text != said:
             report(text)
             said = text
@@ -137,6 +139,12 @@ def wait_until_gone(client: AdminClient, worker: Mapping[str, Any], timeout_s: f
         if time.monotonic() > deadline_s:
             raise Unhealthy(f"{worker['worker_id']} is still draining after {timeout_s:.0f} s")
         time.sleep(_POLL_INTERVAL_S)
+
+
+def changes(pools: Mapping[str, Any]) -> list[str]:
+    """Workers on their way from one pool to the other."""
+    moving = [change for pool in pools.values() for change in pool.get("changing", ())]
+    return [f"{change['from_worker_id']} changes to {change['worker_id']}" for change in moving]
 
 
 def _count(workers: list[dict[str, Any]], sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:

@@ -50,11 +50,12 @@ class AutoscaleLoop:
         sizes = await store.get_desired()
         if sizes is None:
             raise PdserveError("the pool sizes cannot be read from Redis")
-        for role in Role:
-            decision = self._autoscaler.decide(role, pool_load(state, role, sizes[role.value]), time.monotonic())
-            if decision.is_change:
-                self._report("autoscaler", f"{role.value} {decision.size} -> {decision.desired}: {decision.reason}")
-                await store.set_desired(role.value, decision.desired)
+        loads = {role: pool_load(state, role, sizes[role.value]) for role in Role}
+        changes = [one for one in self._autoscaler.decide_both(loads, time.monotonic()).values() if one.is_change]
+        for change in changes:
+            self._report("autoscaler", f"{change.role.value} {change.size} -> {change.desired}: {change.reason}")
+        if changes:  # at once: what leaves one pool may be what the other lacks
+            await store.set_desired({change.role.value: change.desired for change in changes})
 
     def _state(self) -> Mapping[str, Any]:
         """As a router tells it; one that does not answer is asked last from then on. Raises AdminFailed."""

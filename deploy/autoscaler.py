@@ -11,15 +11,19 @@ A pool grows when the need exceeded its size during the whole `up_window_s`: a s
 when the need, with a quarter added, stayed below its size during the whole `stable_window_s`. After a change, a pool
 rests for a cooldown. While workers that were asked for are not ready, nothing is added: their load is not taken off
 the others yet. Time is seconds, never a number of looks; a gap in the looks starts the windows anew.
+
+Where the total is limited and reached, a pool that must grow takes workers from the other if that could do without
+them on the mean of `shift_window_s`, with the same margin: they change their role. Both pools then rest.
 """
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from common.config import AutoscaleSettings
 from common.messages import Role
+from deploy.autoscale_mix import Decision, Spare, within_total
 
 BUSY_TARGET = 0.8
 BLOCKS_TARGET = 0.8
@@ -52,21 +56,6 @@ class PoolLoad:
     size: int
     workers: tuple[WorkerLoad, ...]
     num_queued: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What a pool should have, and why; equal sizes = leave it."""
-
-    role: Role
-    size: int
-    desired: int
-    need: float
-    reason: str
-
-    @property
-    def is_change(self) -> bool:
-        return self.desired != self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +108,45 @@ class Autoscaler:
         self._settings = settings
         self._pools = {role: _Pool() for role in Role}
 
+    def decide_both(self, loads: Mapping[Role, PoolLoad], now_s: float) -> dict[Role, Decision]:
+        """Take in both pools' loads; answers the sizes they should have. Changes are taken for done, both at once."""
+        wanted = {role: self._wanted(role, loads[role], now_s) for role in Role}
+        spares = {role: self._spare(role, loads[role], now_s) for role in Role}
+        within = within_total(wanted, spares, self._settings.total_min, self._settings.total_max)
+        return {role: self._noted(within[role], now_s) for role in Role}
+
     def decide(self, role: Role, load: PoolLoad, now_s: float) -> Decision:
-        """Take in a pool's load; answers the size it should have. A change is taken for done."""
-        pool = self._pools[role]
+        """The same for one pool alone, whatever the total."""
+        return self._noted(self._wanted(role, load, now_s), now_s)
+
+    def _wanted(self, role: Role, load: PoolLoad, now_s: float) -> Decision:
+        pool, settings = self._pools[role], self._settings
         need = self._prefill_need(load.workers) if role is Role.PREFILL else self._decode_need(load)
-        pool.note(need, now_s, max(self._settings.stable_window_s, self._settings.up_window_s))
+        pool.note(need, now_s, max(settings.stable_window_s, settings.up_window_s, settings.shift_window_s))
         desired, reason = self._desired(role, load, pool, now_s)
-        pool.decision = Decision(role, load.size, desired, round(need.workers, 3), reason)
-        if pool.decision.is_change:
-            pool.changes.append(Change(now_s, load.size, desired, reason))
-        return pool.decision
+        return Decision(role, load.size, desired, round(need.workers, 3), reason)
+
+    def _noted(self, decision: Decision, now_s: float) -> Decision:
+        pool = self._pools[decision.role]
+        pool.decision = decision
+        if decision.is_change:
+            pool.changes.append(Change(now_s, decision.size, decision.desired, decision.reason))
+        return decision
+
+    def _spare(self, role: Role, load: PoolLoad, now_s: float) -> Spare:
+        """What the pool could give to the other, and the reason."""
+        pool, settings = self._pools[role], self._settings
+        needs = pool.over(settings.shift_window_s, now_s)
+        if not needs:
+            return Spare(0, f"it has not been watched for {settings.shift_window_s:g} s")
+        need = _mean([need.workers for need in needs])
+        kept = max(_ceil(need * SHRINK_MARGIN), self._limits(role)[0])
+        text = f"{need:.1f} needed on the mean of {settings.shift_window_s:g} s"
+        if load.size <= kept:
+            return Spare(0, text)
+        if (rest_s := settings.down_cooldown_s - pool.rested_s(now_s)) > 0:
+            return Spare(0, f"it rests for {rest_s:.0f} s")
+        return Spare(load.size - kept, text)
 
     def status(self, now_s: float) -> dict[str, dict[str, object]]:
         """Per pool: the last decision with its reason, and the last changes, newest first."""

@@ -181,15 +181,22 @@ def certs(
 
 @app.command()
 def scale(
-    sizes: Annotated[list[str], typer.Argument(help="prefill=N and decode=N, one or both.", metavar="ROLE=N...")],
+    sizes: Annotated[
+        list[str] | None, typer.Argument(help="prefill=N and decode=N, one or both.", metavar="[ROLE=N...]")
+    ] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, max=1024, help="The same as prefill=N.")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, max=1024, help="The same as decode=N.")] = None,
     url: Url = DEFAULT_URL,
     timeout: Seconds = 120.0,
     json: AsJson = False,
 ) -> None:
-    """Change the size of the pools; returns when they have it. Workers that leave finish what they have."""
+    """Change the size of the pools; returns when they have it. Workers that leave finish what they have.
+
+    What one pool has too many and the other lacks changes its role: its weights stay loaded.
+    """
     from deploy.commands import run_scale
 
-    run_scale(url, _sizes(sizes), timeout, as_json=json)
+    run_scale(url, _sizes(sizes or [], prefill, decode), timeout, as_json=json)
 
 
 @app.command()
@@ -348,13 +355,15 @@ def config_show(config: ConfigFile = None, json: AsJson = False) -> None:
     show_config(config, as_json=json)
 
 
-def _sizes(arguments: list[str]) -> dict[str, int]:
-    sizes = {}
+def _sizes(arguments: list[str], prefill: int | None, decode: int | None) -> dict[str, int]:
+    sizes = {role: size for role, size in (("prefill", prefill), ("decode", decode)) if size is not None}
     for argument in arguments:
         role, _, number = argument.partition("=")
         if role not in (Role.PREFILL, Role.DECODE) or not number.isdecimal() or int(number) > 1024:
             raise typer.BadParameter(f"expected prefill=N or decode=N, got {argument!r}")
         sizes[role] = int(number)
+    if not sizes:
+        raise typer.BadParameter("expected prefill=N, decode=N or both")
     return sizes
 
 

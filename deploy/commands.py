@@ -79,8 +79,7 @@ def show_status(url: str, *, as_json: bool) -> int:
 def run_scale(url: str, sizes: dict[str, int], timeout_s: float, *, as_json: bool) -> None:
     """`pdserve scale`: returns when the pools have the sizes."""
     client = AdminClient(url)
-    for role, replicas in sizes.items():
-        client.scale(role, replicas)
+    client.scale(sizes)
     wait_for_sizes(client, sizes, timeout_s, lambda text: progress("scale", text))
     text = ", ".join(f"{role} has {replicas}" for role, replicas in sizes.items())
     print(json.dumps(sizes) if as_json else f"done: {text}")
@@ -109,7 +108,7 @@ def run_router(config: ClusterConfig) -> None:
     router = config.router_config()
     configure_logs(router.router_id)
     pools = PoolStore(config.redis_url, config.namespace)
-    run(router, scale_pool=pools.set_desired, pool_status=pools.get_status)
+    run(router, scale_pools=pools.set_desired, pool_status=pools.get_status)
 
 
 def run_deploy(config: ClusterConfig, ray_address: str, *, is_down: bool) -> int:

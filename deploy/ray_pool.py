@@ -1,31 +1,35 @@
 """Hosts the pools on Ray: performs what `deploy.pools` decides, and keeps Redis informed.
 
-One actor is one life of a worker. Ray never restarts it (a restarted actor would run calls meant for the dead one):
-the pool core replaces it with a new actor, which draws a new incarnation.
+One actor is one process of a worker, whatever roles it takes in its life. Ray never restarts it (a restarted actor
+would run calls meant for the dead one): the pool core replaces it with a new actor, which draws a new incarnation.
 """
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.config import ClusterConfig
 from common.core_loop import CoreLoop
 from common.messages import Role
 from common.pools import PoolStore
+from common.worker.role_change import RoleChangeRefused, check_role_change
 from deploy.autoscale_loop import AutoscaleLoop
 from deploy.placement import Placement
+from deploy.pool_members import Identity, PoolStatus
 from deploy.pools import (
     Begun,
+    ChangeRole,
     DrainWorker,
     KillWorker,
     PoolCore,
     PoolEffect,
     PoolEvent,
-    PoolStatus,
-    SizeSet,
+    PoolLimits,
+    RoleRefused,
+    SizesSet,
     StartWorker,
     WorkerEnded,
     WorkerReady,
@@ -46,6 +50,15 @@ _CREATION_FAILED = "error raised in its creation task"
 Report = Callable[[str, str], None]
 
 
+@dataclass(slots=True, eq=False)
+class _Life:
+    """One actor. Its identity changes with its role. The handle is Ray's, which has no type."""
+
+    role: Role
+    worker_id: str
+    handle: Any
+
+
 class RayPools:
     """Owns the actors of one cluster. Make it inside the running loop; `run` does the work, `empty` ends it."""
 
@@ -57,9 +70,9 @@ class RayPools:
         self._report = report
         self._autoscaler = autoscaler
         self._configured = {"prefill": config.pools.prefill, "decode": config.pools.decode}
-        self._core = PoolCore(config.pools.drain_grace_s, config.pools.start_limit_s)
+        self._core = PoolCore(_limits(config, placement))
         self._loop: CoreLoop[PoolEvent, PoolEffect] = CoreLoop(self._core, self._perform)
-        self._handles: dict[str, Any] = {}  # Ray's actor handles have no type of their own
+        self._lives: dict[str, _Life] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._kept: dict[str, int] = {}
         self._requested: dict[str, int] = {}
@@ -81,8 +94,7 @@ class RayPools:
                 await asyncio.sleep(ANNOUNCE_INTERVAL_S)
 
     def resize(self, prefill: int, decode: int) -> None:
-        self._loop.post(SizeSet(Role.PREFILL, prefill))
-        self._loop.post(SizeSet(Role.DECODE, decode))
+        self._loop.post(SizesSet(((Role.PREFILL, prefill), (Role.DECODE, decode))))
         self._note_change()
 
     async def empty(self) -> None:
@@ -96,8 +108,8 @@ class RayPools:
 
     def kill_all(self) -> None:
         """End every worker now."""
-        for handle in list(self._handles.values()):
-            _kill(handle)
+        for life in list(self._lives.values()):
+            _kill(life.handle)
 
     def status(self) -> list[PoolStatus]:
         return self._core.status(time.monotonic())
@@ -113,20 +125,22 @@ class RayPools:
             first = {role: max(size, num_found[role]) for role, size in self._configured.items()}
         if self._is_emptying:
             first = dict.fromkeys(first, 0)
-        self._handles |= {worker.worker_id: worker.handle for worker in found}
+        self._lives |= {worker.worker_id: _Life(worker.role, worker.worker_id, worker.handle) for worker in found}
         sizes = tuple((role, first[role.value]) for role in Role)
-        self._loop.post(Begun(sizes, tuple((worker.role, worker.worker_id) for worker in found)))
-        for worker in found:
-            self._tasks.create_task(self._follow(worker.role, worker.worker_id))
+        taken_over = tuple((Identity(worker.role, worker.worker_id), worker.placed_as) for worker in found)
+        lives = list(self._lives.values())
+        self._loop.post(Begun(sizes, taken_over))
+        for life in lives:
+            self._tasks.create_task(self._follow(life))
         self._has_begun.set()
         self._note_change()
 
     async def _make_last(self, store: PoolStore) -> None:
-        """Remember the sizes, and ask for nodes: for leaving workers too, whose nodes are in use."""
+        """Remember the sizes, and ask for nodes: for leaving and changed workers too, whose nodes are in use."""
         desired = self._core.desired()
         if self._kept != desired and not self._is_emptying and await store.keep(self._configured, desired):
             self._kept = desired
-        needed = {status.role.value: status.desired + status.draining for status in self.status()}
+        needed = self._core.places()
         if self._requested != needed:
             self._requested = needed
             await self._request_nodes(needed)
@@ -140,7 +154,11 @@ class RayPools:
     def _status_json(self) -> dict[str, object]:
         autoscaled = self._autoscaler.status() if self._autoscaler is not None else {}
         return {
-            status.role.value: {**asdict(status), "autoscale": autoscaled.get(status.role.value)}
+            status.role.value: {
+                **asdict(status),
+                "autoscale": autoscaled.get(status.role.value),
+                "change_problem": self._core.change_problem,
+            }
             for status in self.status()
         }
 
@@ -152,51 +170,97 @@ class RayPools:
         assert self._tasks is not None
         match effect:
             case StartWorker(role, worker_id):
-                self._handles[worker_id] = self._placement.create(role, worker_id)
-                self._tasks.create_task(self._follow(role, worker_id))
+                life = self._lives[worker_id] = _Life(role, worker_id, self._placement.create(role, worker_id))
+                self._tasks.create_task(self._follow(life))
+            case ChangeRole():
+                self._tasks.create_task(self._change(self._lives[effect.from_worker_id], effect))
+                self._rename(effect.from_worker_id, Identity(effect.role, effect.worker_id))
             case DrainWorker(worker_id, grace_s):
                 self._report(worker_id, "draining")
-                self._handles[worker_id].drain.remote(grace_s)
+                self._lives[worker_id].handle.drain.remote(grace_s)
             case KillWorker(worker_id):
-                _kill(self._handles[worker_id])
+                _kill(self._lives[worker_id].handle)
 
-    async def _follow(self, role: Role, worker_id: str) -> None:
-        """One life of a worker, from its start to its end."""
-        handle = self._handles[worker_id]
-        self._report(worker_id, f"starting the {role.value} worker")
+    def _rename(self, worker_id: str, identity: Identity) -> None:
+        life = self._lives.pop(worker_id)
+        life.role, life.worker_id = identity.role, identity.worker_id
+        self._lives[life.worker_id] = life
+
+    async def _follow(self, life: _Life) -> None:
+        """One actor, from its start to its end."""
+        self._report(life.worker_id, f"starting the {life.role.value} worker")
         started_s = time.monotonic()
         reason = ""
         try:
-            description = await self._started(role, worker_id, handle)
-            self._report(worker_id, _ready_text(description, time.monotonic() - started_s))
-            self._loop.post(WorkerReady(worker_id))
+            description = await self._started(life)
+            self._report(life.worker_id, _ready_text(description, time.monotonic() - started_s))
+            self._loop.post(WorkerReady(life.worker_id))
             self._note_change()
-            while not await _has_ended(handle):
+            while not await _has_ended(life.handle):
                 pass
         except Exception as error:  # whatever ended a worker's process: it becomes an event with its reason
             reason = reason_of(error)
-        _kill(handle)
-        del self._handles[worker_id]
-        self._report(worker_id, f"ended: {reason}" if reason else "ended")
-        self._loop.post(WorkerEnded(worker_id, reason))
+        _kill(life.handle)
+        del self._lives[life.worker_id]
+        self._report(life.worker_id, f"ended: {reason}" if reason else "ended")
+        self._loop.post(WorkerEnded(life.worker_id, reason))
         self._note_change()
 
-    async def _started(self, role: Role, worker_id: str, handle: Any) -> Any:
+    async def _change(self, life: _Life, change: ChangeRole) -> None:
+        """A change of role, to its end, unless the process ends before: that is told by `_follow`."""
+        before = Identity(life.role, change.from_worker_id)
+        self._report(change.from_worker_id, f"changing to {change.role.value}, as {change.worker_id}")
+        started_s = time.monotonic()
+        config = self._placement.worker_config(change.role, change.worker_id)
+        event: PoolEvent = WorkerReady(change.worker_id)
+        try:
+            description = await life.handle.change_role.remote(config.model_dump_json(), change.grace_s)
+            text = _ready_text(description, time.monotonic() - started_s)
+        except Exception as error:  # Ray's own, with the worker's inside
+            if not isinstance(getattr(error, "cause", None), RoleChangeRefused):
+                return
+            text = f"cannot change to {change.role.value}: {reason_of(error)}"
+            event = RoleRefused(change.worker_id, reason_of(error))
+        if self._lives.get(change.worker_id) is not life:
+            return
+        if isinstance(event, RoleRefused):
+            self._rename(change.worker_id, before)
+        self._report(life.worker_id, text)
+        self._loop.post(event)
+        self._note_change()
+
+    async def _started(self, life: _Life) -> Any:
         """The worker's description, once it is ready."""
         if not self._placement.is_lasting:
-            return await handle.start.remote()
-        notice = asyncio.create_task(self._tell_if_waiting(role, worker_id, handle))
+            return await life.handle.start.remote()
+        notice = asyncio.create_task(self._tell_if_waiting(life))
         try:
-            return await handle.start.remote()
+            return await life.handle.start.remote()
         finally:
             notice.cancel()
             await asyncio.gather(notice, return_exceptions=True)
 
-    async def _tell_if_waiting(self, role: Role, worker_id: str, handle: Any) -> None:
+    async def _tell_if_waiting(self, life: _Life) -> None:
         try:
-            await asyncio.wait_for(_result(handle.__ray_ready__.remote()), PLACING_S)
+            await asyncio.wait_for(_result(life.handle.__ray_ready__.remote()), PLACING_S)
         except TimeoutError:
-            self._report(worker_id, f"waits for a Ray node that offers {resource_name(role)}")
+            self._report(life.worker_id, f"waits for a Ray node that offers {resource_name(life.role)}")
+
+
+def _limits(config: ClusterConfig, placement: Placement) -> PoolLimits:
+    pools = config.pools
+    problem = _change_problem(placement) if pools.change_roles else "pools.change_roles is off"
+    return PoolLimits(pools.drain_grace_s, pools.start_limit_s, pools.change_grace_s, problem)
+
+
+def _change_problem(placement: Placement) -> str:
+    """Why no worker of this cluster can take the other role; empty when all can."""
+    configs = [placement.worker_config(role, "") for role in Role]
+    try:
+        check_role_change(*configs)
+    except RoleChangeRefused as error:
+        return error.message
+    return ""
 
 
 async def _has_ended(handle: Any) -> bool:

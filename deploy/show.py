@@ -84,6 +84,10 @@ def controller_lines(pools: Mapping[str, Any]) -> list[str]:
     """What the pool controller wants and why, a line per pool and thing; empty without a controller."""
     lines = []
     for role, pool in pools.items():
+        lines += [
+            f"{role}: {change['from_worker_id']} takes this role as {change['worker_id']}, for {change['age_s']:.0f} s"
+            for change in pool.get("changing", ())
+        ]
         if pool["retry_in_s"] > 0:
             lines.append(f"{role}: next start in {pool['retry_in_s']:.0f} s; {pool['last_failure']}")
         if autoscale := pool.get("autoscale"):

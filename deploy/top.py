@@ -106,11 +106,17 @@ def _pool(snapshot: Mapping[str, Any], role: str, plan: Mapping[str, Any] | None
             grid.add_row(Text(worker["worker_id"]), Text("loading", "yellow"), Text(loading_text(worker)))
     waiting = sum(worker["waiting_uncached_tokens"] for worker in members)
     ready = sum(worker["state"] == "ready" for worker in members)
-    wanted = f" of {plan['desired']} wanted" if plan else ""
+    wanted = f" of {plan['desired']} wanted{_coming(plan)}" if plan else ""
     title = f"{role}: {ready} ready{wanted}, {waiting} tokens wait"
     note = (plan.get("autoscale") or {}).get("reason", "") if plan else ""
     shown = grid if grid.row_count else Text("no worker", "red")
     return Panel(shown, title=title, title_align="left", subtitle=Text(note), subtitle_align="left")
+
+
+def _coming(plan: Mapping[str, Any]) -> str:
+    """Workers that take this role, by their old names."""
+    names = [change["from_worker_id"] for change in plan.get("changing", ())]
+    return f", {' and '.join(names)} on the way here" if names else ""
 
 
 def bar(worker: Mapping[str, Any]) -> Text:

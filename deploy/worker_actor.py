@@ -33,8 +33,10 @@ class WorkerActor:
     """
 
     def __init__(self, class_name: str, config_json: str, *, is_fitted_to_node: bool = False) -> None:
-        self._is_fitted_to_node = is_fitted_to_node
-        config_json = self._fitted(config_json)
+        if is_fitted_to_node:
+            from deploy.node import fit_to_node
+
+            config_json = fit_to_node(config_json)
         configure_logs(str(json.loads(config_json).get("worker_id", "worker")))
         module, _, name = class_name.partition(":")
         self._worker = cast(HostedWorker, getattr(importlib.import_module(module), name)(config_json))
@@ -58,7 +60,6 @@ class WorkerActor:
 
         A refusal or failure is raised; the identity is then what it was.
         """
-        config_json = self._fitted(config_json)
         with self._changing:
             before, self._identity = self._identity, _identity_of(config_json)
             try:
@@ -80,13 +81,6 @@ class WorkerActor:
 
     def stop(self) -> None:
         self._worker.stop()
-
-    def _fitted(self, config_json: str) -> str:
-        if not self._is_fitted_to_node:
-            return config_json
-        from deploy.node import fit_to_node
-
-        return fit_to_node(config_json)
 
 
 def _identity_of(config_json: str) -> dict[str, str]:

@@ -31,7 +31,7 @@ from common.telemetry.metrics import Metrics
 from router.front_tls import grpc_credentials, http_context
 from router.frontend import Frontend
 from router.grpc_server import GrpcServer
-from router.http_admin import AdminHooks, PoolStatus, ScalePool
+from router.http_admin import AdminHooks, PoolStatus, ScalePools
 from router.http_generation import HttpSettings
 from router.http_server import build_app
 from router.key_watch import keys_in_force
@@ -64,7 +64,7 @@ OnReady = Callable[[RouterPorts], None]
 def run(
     config: RouterConfig,
     *,
-    scale_pool: ScalePool | None = None,
+    scale_pools: ScalePools | None = None,
     pool_status: PoolStatus | None = None,
     on_ready: OnReady | None = None,
 ) -> None:
@@ -80,20 +80,20 @@ def run(
             on_ready(ports)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, scale_pool=scale_pool, pool_status=pool_status, on_ready=settled))
+        runner.run(serve(config, scale_pools=scale_pools, pool_status=pool_status, on_ready=settled))
 
 
 async def serve(
     config: RouterConfig,
     *,
-    scale_pool: ScalePool | None = None,
+    scale_pools: ScalePools | None = None,
     pool_status: PoolStatus | None = None,
     on_ready: OnReady | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Serve both APIs until `stop` is set; without one, until SIGTERM or SIGINT. Then drain.
 
-    `scale_pool(role, replicas)` is what `POST /admin/v1/pools/{role}` calls, `pool_status()` what `/admin/v1/state`
+    `scale_pools(sizes)` is what `POST /admin/v1/pools` calls, `pool_status()` what `/admin/v1/state`
     shows of the pools. `on_ready` is called once both ports answer; whether a request would find workers is what
     `/ready` says. Raises PortInUse, or what broke the service.
     """
@@ -119,7 +119,7 @@ async def serve(
         hooks = AdminHooks(
             metrics.exposition,
             _version(),
-            scale_pool,
+            scale_pools,
             pool_status,
             roll.routers,
             roll.loading,

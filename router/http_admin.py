@@ -1,6 +1,6 @@
 """Everything over HTTP that is not generation: probes, model card, tokenize, metrics, administration."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ _MAX_REPLICAS = 1024
 DEFAULT_DRAIN_GRACE_S = 30.0
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
-ScalePool = Callable[[str, int], Awaitable[object]]
+ScalePools = Callable[[Mapping[str, int]], Awaitable[object]]
 PoolStatus = Callable[[], Awaitable[object]]
 Routers = Callable[[], Sequence[RouterReport]]
 IndexCensus = Callable[[Sequence[WorkerRef]], Awaitable[Sequence[WorkerCensus] | None]]
@@ -42,6 +42,11 @@ class PoolBody(msgspec.Struct, forbid_unknown_fields=True):
     replicas: int
 
 
+class PoolsBody(msgspec.Struct, forbid_unknown_fields=True):
+    prefill: int | None = None
+    decode: int | None = None
+
+
 async def _no_census(workers: Sequence[WorkerRef]) -> None:
     """Where there is no index to ask."""
 
@@ -50,14 +55,14 @@ async def _no_census(workers: Sequence[WorkerRef]) -> None:
 class AdminHooks:
     """What the process around us supplies.
 
-    `scale_pool(role, replicas)` sets a pool's desired size, where it can. `pool_status()` is what the pool controller
-    last said, None when there is none. `routers()` is every router of the cluster, this one too,
+    `scale_pools(sizes)` sets the desired size of one or both pools, where it can. `pool_status()` is what the pool
+    controller last said, None when there is none. `routers()` is every router of the cluster, this one too,
     `loading()` every worker that is not ready yet, `index_census` what each worker has in the prefix index.
     """
 
     exposition: Callable[[], bytes]
     version: str
-    scale_pool: ScalePool | None = None
+    scale_pools: ScalePools | None = None
     pool_status: PoolStatus | None = None
     routers: Routers = tuple
     loading: Loading = tuple
@@ -161,13 +166,29 @@ class AdminEndpoints:
         role = request.path_params["role"]
         if role not in ("prefill", "decode"):
             raise InvalidRequest("role must be prefill or decode", param="role")
-        if not 0 <= body.replicas <= _MAX_REPLICAS:
-            raise InvalidRequest(f"replicas must be between 0 and {_MAX_REPLICAS}", param="replicas")
-        if self._hooks.scale_pool is None:
-            raise InvalidRequest("pools are not managed by this process", param="role")
-        await self._hooks.scale_pool(role, body.replicas)
-        self._service.events.add("scale", f"{role} is to have {body.replicas}, as somebody asked")
+        await self._scale({role: body.replicas}, "replicas")
         return json_response({"role": role, "replicas": body.replicas}, 202)
+
+    async def scale_both(self, request: Request) -> Response:
+        """Set both sizes at once: a worker that one pool has too many can then take the other's role."""
+        body = await self._body(request, _POOLS)
+        sizes = {"prefill": body.prefill, "decode": body.decode}
+        wanted = {role: size for role, size in sizes.items() if size is not None}
+        if not wanted:
+            raise InvalidRequest("state prefill, decode or both", param="prefill")
+        await self._scale(wanted, "")
+        return json_response(wanted, 202)
+
+    async def _scale(self, sizes: Mapping[str, int], param: str) -> None:
+        for role, replicas in sizes.items():
+            if not 0 <= replicas <= _MAX_REPLICAS:
+                name = param or role
+                raise InvalidRequest(f"{name} must be between 0 and {_MAX_REPLICAS}", param=name)
+        if self._hooks.scale_pools is None:
+            raise InvalidRequest("pools are not managed by this process", param="role")
+        await self._hooks.scale_pools(sizes)
+        text = ", ".join(f"{role} is to have {replicas}" for role, replicas in sizes.items())
+        self._service.events.add("scale", f"{text}, as somebody asked")
 
     def _model_card(self) -> ModelCard:
         model = self._frontend.model
@@ -181,6 +202,7 @@ _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 _DRAIN = msgspec.json.Decoder(DrainBody)
 _POOL = msgspec.json.Decoder(PoolBody)
+_POOLS = msgspec.json.Decoder(PoolsBody)
 
 
 def _prompt_of(body: TokenizeBody) -> Prompt:

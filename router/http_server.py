@@ -105,6 +105,7 @@ def _admin_routes(admin: AdminEndpoints, feed: StateFeed) -> list[_Route]:
         ("/admin/v1/requests", admin.requests, Need.ADMIN, ("GET",)),
         ("/admin/v1/requests/{request_id:path}", admin.request, Need.ADMIN, ("GET",)),
         ("/admin/v1/workers/{worker_id}/drain", admin.drain, Need.ADMIN, ("POST",)),
+        ("/admin/v1/pools", admin.scale_both, Need.ADMIN, ("POST",)),
         ("/admin/v1/pools/{role}", admin.scale, Need.ADMIN, ("POST",)),
     ]
 

@@ -1,6 +1,7 @@
 """From a worker's configuration to a model that is ready to run."""
 
 import ctypes
+import gc
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,9 +88,8 @@ def refit(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
     num_blocks = _num_blocks(config, cache.shape)
     if (num_blocks, config.block_size) != (cache.num_blocks, cache.block_size):
         cache.free()
+        gc.collect()  # an ended role is a web of callbacks, and refers to it
         cache = KVCache(cache.shape, num_blocks, config.block_size, loaded.device)
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
     return replace(
         loaded,
         runner=ModelRunner(loaded.model, cache, loaded.device, loaded.ops),

@@ -59,8 +59,15 @@ class KVCache:
         return self.num_blocks * self.block_size
 
     def free(self) -> None:
-        """Give the memory back, whoever still holds a view of it: none may be read or written any more."""
-        self.data.untyped_storage().resize_(0)
+        """Let go of the memory; none may read or write it any more.
+
+        Given back at once, whoever still holds a view, where torch can; where NumPy shares it, with the last view.
+        """
+        storage = self.data.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+        self.data = torch.empty(0, dtype=self.data.dtype)
+        self.layers = ()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target) in all layers, as if at once: every source is read before any write."""

@@ -13,7 +13,7 @@ import uvloop
 
 from common.config import WorkerConfig
 from common.worker.control import RoleChangeFailed, WorkerControl
-from common.worker.role_change import check_role_change
+from common.worker.role_change import at_the_place_of, check_role_change
 
 Serve = Callable[[WorkerConfig, WorkerControl], Awaitable[None]]
 
@@ -49,6 +49,7 @@ class WorkerHost:
         """
         config = WorkerConfig.model_validate_json(config_json)
         check_role_change(self._config, config)
+        config = at_the_place_of(self._config, config)
         if self._control is None:
             raise RoleChangeFailed("the worker has not started yet")
         description = self._control.request_role(config, grace_s).result()

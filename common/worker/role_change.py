@@ -1,18 +1,20 @@
 """Whether a worker can take another role around the weights that it has loaded. Pure: no IO.
 
-What only sizes or paces a role may differ, and is built anew with it: the KV cache, the queues, the sessions, the
-number of threads. Whatever decides what the weights and a token's KV are, or which cluster the worker belongs to,
-must be equal. A setting that is not listed here must be equal: nothing new is let through by accident.
+What only sizes or paces a role may differ, and is built anew with it: the KV cache, the queues, the sessions. What
+belongs to the place of the process stays as it is, whatever is configured for the other role. Whatever decides what
+the weights and a token's KV are, or which cluster the worker belongs to, must be equal. A setting that is not listed
+here must be equal: nothing new is let through by accident.
 """
 
 from common.config import WorkerConfig
 from common.errors import PdserveError
 
-# `metrics_port` may differ and is not followed: whoever scrapes a process finds it where it was.
+# The cores that a process got, the address by which others reach it, and where its metrics are scraped.
+OF_THE_PLACE = frozenset({"num_threads", "host", "metrics_port"})
 MAY_DIFFER = frozenset(
     {
-        *("role", "worker_id", "host", "port", "metrics_port"),
-        *("block_size", "num_blocks", "kv_cache_bytes", "num_threads"),
+        *("role", "worker_id", "port"),
+        *("block_size", "num_blocks", "kv_cache_bytes"),
         *("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "max_step_s", "lease_s"),
         *("transport", "digest", "min_chunk_bytes", "max_inflight_bytes", "link_timeout_s"),
     }
@@ -27,5 +29,10 @@ def check_role_change(now: WorkerConfig, then: WorkerConfig) -> None:
     """Raise RoleChangeRefused unless a worker of `now` can become one of `then` without loading."""
     for name in type(now).model_fields:
         here, there = getattr(now, name), getattr(then, name)
-        if name not in MAY_DIFFER and here != there:
+        if name not in MAY_DIFFER | OF_THE_PLACE and here != there:
             raise RoleChangeRefused(f"{name}: {here!r} as {now.role}, {there!r} as {then.role}")
+
+
+def at_the_place_of(now: WorkerConfig, then: WorkerConfig) -> WorkerConfig:
+    """`then`, for the process that `now` runs in."""
+    return then.model_copy(update={name: getattr(now, name) for name in OF_THE_PLACE})

@@ -67,6 +67,7 @@ function planned(plan) {
   if (!plan) return "";
   const parts = [`${plan.desired} wanted`];
   if (plan.starting) parts.push(`${plan.starting} starting`);
+  for (const change of plan.changing ?? []) parts.push(`${change.from_worker_id} takes this role as ${change.worker_id}`);
   if (plan.autoscale) parts.push(plan.autoscale.reason);
   if (plan.retry_in_s) parts.push(`next try in ${plan.retry_in_s.toFixed(0)} s after ${plan.num_crashes} crashes: ${plan.last_failure}`);
   return parts.join(" · ");

@@ -21,9 +21,11 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisBox]:
 async def test_a_size_set_by_others_is_what_the_controller_learns(box: RedisBox) -> None:
     controller, router = PoolStore(box.url, "learn"), PoolStore(box.url, "learn")
     assert await controller.announce(SIZES, {"note": "x"}) == SIZES
-    await router.set_desired("decode", 5)
+    await router.set_desired({"decode": 5})
     assert await router.get_desired() == {"prefill": 1, "decode": 5}
     assert await controller.announce(SIZES, {}) == {"prefill": 1, "decode": 5}
+    await router.set_desired({"prefill": 4, "decode": 2})
+    assert await controller.announce(SIZES, {}) == {"prefill": 4, "decode": 2}
     await controller.close()
     await router.close()
 
@@ -31,11 +33,11 @@ async def test_a_size_set_by_others_is_what_the_controller_learns(box: RedisBox)
 async def test_sizes_cannot_be_set_where_no_controller_runs(box: RedisBox) -> None:
     store = PoolStore(box.url, "none")
     with pytest.raises(InvalidRequest, match="no pool controller"):
-        await store.set_desired("decode", 1)
+        await store.set_desired({"decode": 1})
     await store.announce(SIZES, {})
     await store.withdraw()
     with pytest.raises(InvalidRequest, match="no pool controller"):
-        await store.set_desired("decode", 1)
+        await store.set_desired({"decode": 1})
     assert await store.get_desired() is None
     assert await store.get_status() is None
     await store.close()
@@ -46,7 +48,7 @@ async def test_senseless_sizes_are_refused(box: RedisBox, role: str, replicas: i
     store = PoolStore(box.url, "senseless")
     await store.announce(SIZES, {})
     with pytest.raises(InvalidRequest):
-        await store.set_desired(role, replicas)
+        await store.set_desired({role: replicas})
     assert await store.get_desired() == SIZES
     await store.close()
 
@@ -93,7 +95,7 @@ async def test_without_redis_reading_says_unknown_and_setting_fails(tmp_path: Pa
         assert await store.get_desired() is None
         assert await store.get_status() is None
         with pytest.raises(PdserveError, match="Redis cannot be reached"):
-            await store.set_desired("decode", 1)
+            await store.set_desired({"decode": 1})
         await store.withdraw()
         await store.close()
 

@@ -1,4 +1,5 @@
-"""A made-up cluster on a virtual clock for the autoscaler: work arrives, workers do it, new workers take time to start.
+"""A made-up cluster on a virtual clock for the autoscaler: work arrives, workers do it, new workers take time to start,
+and workers that change their role take less.
 
 Fluid, not request by request: tokens wait for prefill, sequences run in decode. No IO.
 """
@@ -7,7 +8,8 @@ from dataclasses import dataclass, field
 
 from common.config import AutoscaleSettings
 from common.messages import Role
-from deploy.autoscaler import Autoscaler, Decision, PoolLoad, WorkerLoad
+from deploy.autoscale_mix import Decision
+from deploy.autoscaler import Autoscaler, PoolLoad, WorkerLoad
 
 TOKENS_PER_S = 1000.0
 PROMPT_TOKENS = 500
@@ -40,10 +42,16 @@ class PoolModel:
 
 @dataclass
 class ClusterModel:
-    """`changes`: (when, role, from, to). `ttft_s`: how long the newest token would wait, at each tick."""
+    """`changes`: (when, role, from, to). `ttft_s`: how long the newest token would wait, at each tick.
+
+    A request has `prompt_tokens` and is decoded for `decode_s`: the mix.
+    """
 
     settings: AutoscaleSettings
     start_s: float = 10.0
+    change_s: float = 2.0
+    prompt_tokens: float = PROMPT_TOKENS
+    decode_s: float = DECODE_S
     now_s: float = 0.0
     num_waiting_tokens: float = 0.0
     num_sequences: float = 0.0
@@ -62,30 +70,32 @@ class ClusterModel:
         while self.now_s < end_s:
             self.now_s += TICK_S
             self._work(requests_per_s)
-            for role in Role:
-                self._decide(role)
+            self._decide()
 
     def _work(self, requests_per_s: float) -> None:
         speed = self.pools[Role.PREFILL].num_ready * TOKENS_PER_S
-        arrived = requests_per_s * PROMPT_TOKENS * TICK_S
+        arrived = requests_per_s * self.prompt_tokens * TICK_S
         done = min(self.num_waiting_tokens + arrived, speed * TICK_S)
         self.num_waiting_tokens += arrived - done
         self.ttft_s.append((self.now_s, self.num_waiting_tokens / speed))
         capacity = self.pools[Role.DECODE].num_ready * MAX_NUM_SEQS
-        ended = min(self.num_sequences, capacity) * TICK_S / DECODE_S
-        self.num_sequences = max(0.0, self.num_sequences + done / PROMPT_TOKENS - ended)
+        ended = min(self.num_sequences, capacity) * TICK_S / self.decode_s
+        self.num_sequences = max(0.0, self.num_sequences + done / self.prompt_tokens - ended)
         self._busy += done / TICK_S / TOKENS_PER_S
         if requests_per_s == 0 and self.num_sequences < 0.5:
             self.num_sequences = 0.0
 
-    def _decide(self, role: Role) -> None:
-        pool = self.pools[role]
-        pool.settle(self.now_s)
-        decision = self.autoscaler.decide(role, self.load(role), self.now_s)
-        self.decisions.append(decision)
-        if decision.is_change:
-            self.changes.append((self.now_s, role, decision.size, decision.desired))
-            pool.resize(decision.desired, self.now_s, self.start_s)
+    def _decide(self) -> None:
+        for pool in self.pools.values():
+            pool.settle(self.now_s)
+        decisions = self.autoscaler.decide_both({role: self.load(role) for role in Role}, self.now_s)
+        self.decisions += decisions.values()
+        changed = [decision for decision in decisions.values() if decision.is_change]
+        is_shift = sum(decision.desired - decision.size for decision in changed) == 0
+        for decision in changed:
+            self.changes.append((self.now_s, decision.role, decision.size, decision.desired))
+            pool = self.pools[decision.role]
+            pool.resize(decision.desired, self.now_s, self.change_s if is_shift else self.start_s)
 
     def load(self, role: Role) -> PoolLoad:
         pool = self.pools[role]

@@ -19,6 +19,8 @@ ROUTER = {
 
 LOADING = {"worker_id": "decode-7", "role": "decode", "phase": "reading weights", "share": 0.43, "elapsed_s": 12.4}
 
+CHANGE = {"worker_id": "decode-1", "from_worker_id": "prefill-1", "age_s": 1.5}
+
 
 class ScriptedRouter:
     """A cluster that does at each look what it was asked for before."""
@@ -37,8 +39,8 @@ class ScriptedRouter:
                 return 200, self._state()
             case "GET", ["", "ready"]:
                 return (200, {"status": "ready", "reasons": []}) if self.is_ready else (503, self._not_ready())
-            case "POST", ["pools", role]:
-                self.wanted[role] = body["replicas"]
+            case "POST", ["pools"]:
+                self.wanted |= body
                 return 202, {}
             case "POST", ["workers", worker_id, "drain"]:
                 self.drained.append((worker_id, body))
@@ -48,9 +50,12 @@ class ScriptedRouter:
 
     def _state(self) -> dict[str, Any]:
         workers = [self._worker(role, idx) for role, size in self.sizes.items() for idx in range(size)]
+        moving = [CHANGE] if self.sizes != self.wanted else []
+        pools = {"decode": {"desired": self.wanted["decode"], "retry_in_s": 0, "changing": moving}}
         if not self.is_stuck:
             self.sizes = dict(self.wanted)
-        return {"workers": workers, "num_queued": 3, "num_running": 4, "routers": [ROUTER], "loading": [LOADING]}
+        load = {"num_queued": 3, "num_running": 4}
+        return {"workers": workers, **load, "pools": pools, "routers": [ROUTER], "loading": [LOADING]}
 
     def _worker(self, role: str, idx: int) -> dict[str, Any]:
         return {"worker_id": f"{role}-{idx}", "incarnation": self.incarnation, "role": role, "state": "ready"}
@@ -99,7 +104,7 @@ def test_scale_sets_each_pool_and_returns_when_it_has_the_size(
     assert router.sizes == {"prefill": 2, "decode": 3}
     output = capsys.readouterr()
     assert output.out == "done: prefill has 2, decode has 3\n"
-    assert "prefill 1 ready of 2" in output.err
+    assert "prefill 1 ready of 2, decode 1 ready of 3, prefill-1 changes to decode-1" in output.err
 
 
 def test_scale_as_json_prints_the_sizes(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,7 @@ def test_commands_are_listed() -> None:
         (["up", "--dtype", "float8"], 2, "float8"),
         (["scale", "prefill=two"], 2, "expected prefill=N or decode=N"),
         (["scale", "router=2"], 2, "expected prefill=N or decode=N"),
+        (["scale"], 2, "expected prefill=N, decode=N or both"),
         (["up", "--config", "/nonexistent.yaml"], 2, "/nonexistent.yaml: No such file"),
         (["router", "--model", "/nonexistent"], 2, "redis_url is not set"),
         (["up", "--model", "/nonexistent"], 1, "no model at /nonexistent"),

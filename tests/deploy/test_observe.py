@@ -99,6 +99,12 @@ def test_top_names_the_routers_when_there_are_several(page: Served) -> None:
     assert any("[bold]b" in line and "not ready" in line and "3 running 2 queued" in line for line in lines)
 
 
+def test_top_tells_who_is_on_the_way_to_a_pool(page: Served) -> None:
+    snapshot = next(AdminClient(page.rig.url).snapshots())
+    snapshot["pools"]["decode"]["changing"] = [{"worker_id": "decode-2", "from_worker_id": "prefill-1", "age_s": 1.0}]
+    assert "2 wanted, prefill-1 on the way here" in shown(snapshot)
+
+
 def test_snapshots_go_on_and_end_with_a_sentence(page: Served) -> None:
     snapshots = AdminClient(page.rig.url).snapshots()
     assert [len(next(snapshots)["state"]["workers"]) for _ in range(2)] == [5, 5]

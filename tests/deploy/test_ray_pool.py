@@ -55,8 +55,7 @@ class Rig:
 
         async def are_so() -> bool:
             statuses = self.pools.status()
-            is_still = all(status.starting + status.draining == 0 for status in statuses)
-            return is_still and [status.ready for status in statuses] == [prefill, decode]
+            return all(status.is_still for status in statuses) and [s.ready for s in statuses] == [prefill, decode]
 
         await until(are_so, LIMIT_S)
 
@@ -97,14 +96,50 @@ async def test_sizes_follow_redis_up_and_down(ray: None, box: RedisBox) -> None:
     async with running(box, "sizes", prefill=1, decode=1) as rig:
         await rig.until_sizes(1, 1)
         assert await rig.store.get_desired() == {"prefill": 1, "decode": 1}
-        await rig.store.set_desired("prefill", 2)
+        await rig.store.set_desired({"prefill": 2})
         await rig.until_sizes(2, 1)
         status = await rig.store.get_status()
         assert status is not None
         assert status["prefill"]["desired"] == 2
-        await rig.store.set_desired("prefill", 1)
+        await rig.store.set_desired({"prefill": 1})
         await rig.until_sizes(1, 1)
         assert [what for who, what in rig.reports if who == "prefill-1"][-2:] == ["draining", "ended"]
+
+
+async def test_a_shift_of_the_mix_changes_a_role_and_starts_no_process(ray: None, box: RedisBox) -> None:
+    """1. 2+1; 2. somebody asks for 1+2: prefill-1 becomes decode-1 in the same process; 3. and back."""
+    async with running(box, "shift", prefill=2, decode=1) as rig:
+        await rig.until_sizes(2, 1)
+        pids = {pid for worker_id in ("prefill-0", "prefill-1", "decode-0") for pid in rig.pids(worker_id)}
+        await rig.store.set_desired({"prefill": 1, "decode": 2})
+        await rig.until_sizes(1, 2)
+        assert rig.pids("decode-1") == [rig.pids("prefill-1")[-1]] or rig.pids("decode-1") == rig.pids("prefill-0")
+        await rig.store.set_desired({"prefill": 2, "decode": 1})
+        await rig.until_sizes(2, 1)
+        ids = [f"{role}-{number}" for role in ("prefill", "decode") for number in (0, 1)]
+        assert {pid for worker_id in ids for pid in rig.pids(worker_id)} == pids
+        assert [status.num_changes for status in rig.pools.status()] == [1, 1]
+        status = await rig.store.get_status()
+        assert status is not None
+        assert status["decode"]["change_problem"] == ""
+
+
+async def test_a_worker_that_refuses_to_change_is_stopped_and_another_started(ray: None, box: RedisBox) -> None:
+    async with running(box, "refuses", prefill=1, decode=0, path="refuses") as rig:
+        await rig.until_sizes(1, 0)
+        await rig.store.set_desired({"prefill": 0, "decode": 1})
+        await rig.until_sizes(0, 1)
+        assert rig.pids("decode-0") != rig.pids("prefill-0")
+        texts = [what for who, what in rig.reports if who == "prefill-0"]
+        assert "cannot change to decode: RoleChangeRefused: dtype: made up" in texts
+
+
+async def test_a_worker_that_dies_of_the_change_is_replaced_in_its_new_role(ray: None, box: RedisBox) -> None:
+    async with running(box, "dies", prefill=1, decode=0, path="dies") as rig:
+        await rig.until_sizes(1, 0)
+        await rig.store.set_desired({"prefill": 0, "decode": 1})
+        await rig.until_sizes(0, 1)
+        assert rig.pools.status()[1].num_crashes == 1
 
 
 async def test_a_killed_actor_is_replaced_by_a_new_process_and_the_reason_is_told(ray: None, box: RedisBox) -> None:
@@ -154,7 +189,7 @@ async def test_a_worker_that_ignores_its_drain_is_killed(
     monkeypatch.setattr("deploy.pools.KILL_MARGIN_S", 0.1)
     async with running(box, "stubborn", prefill=0, decode=1, path="stubborn") as rig:
         await rig.until_sizes(0, 1)
-        await rig.store.set_desired("decode", 0)
+        await rig.store.set_desired({"decode": 0})
         await rig.until_sizes(0, 0)
 
 

@@ -62,3 +62,9 @@ def test_the_controllers_reasons_are_told() -> None:
 def test_why_the_autoscaler_decides_nothing_is_told() -> None:
     pool = {"desired": 2, "retry_in_s": 0.0, "last_failure": "", "autoscale": {"problem": "nothing answers"}}
     assert show.controller_lines({"decode": pool}) == ["decode: autoscaled, 2 wanted: nothing answers"]
+
+
+def test_a_worker_on_its_way_to_another_role_is_told() -> None:
+    change = {"worker_id": "decode-1", "from_worker_id": "prefill-1", "age_s": 2.4}
+    pool = {"desired": 2, "retry_in_s": 0.0, "last_failure": "", "autoscale": None, "changing": [change]}
+    assert show.controller_lines({"decode": pool}) == ["decode: prefill-1 takes this role as decode-1, for 2 s"]

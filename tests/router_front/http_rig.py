@@ -72,7 +72,7 @@ class HttpRig:
     port: int
     frontend: Frontend
     client: httpx.AsyncClient
-    scaled: list[tuple[str, int]]
+    scaled: list[dict[str, int]]
     server: HttpServer
     _openai: Any = None
 
@@ -99,10 +99,10 @@ async def http_rig(
     access: Access | None = None,
 ) -> AsyncIterator[HttpRig]:
     frontend = build_frontend(service, model)
-    scaled: list[tuple[str, int]] = []
+    scaled: list[dict[str, int]] = []
 
-    async def scale(role: str, replicas: int) -> None:
-        scaled.append((role, replicas))
+    async def scale(sizes: Mapping[str, int]) -> None:
+        scaled.append(dict(sizes))
 
     async def pool_status() -> dict[str, object]:
         return {"decode": {"desired": 2}}

@@ -70,6 +70,9 @@ async def test_tokenize_and_detokenize(rig: HttpRig) -> None:
         ("/admin/v1/pools/decode", {"replicas": -1}, "replicas"),
         ("/admin/v1/pools/decode", {"replicas": "2"}, "replicas"),
         ("/admin/v1/pools/other", {"replicas": 1}, "role"),
+        ("/admin/v1/pools", {"prefill": 1, "decode": 1025}, "decode"),
+        ("/admin/v1/pools", {"prefill": -1}, "prefill"),
+        ("/admin/v1/pools", {}, "prefill"),
         ("/admin/v1/workers/decode-0/drain", {"grace_s": -1}, "grace_s"),
     ],
 )
@@ -123,7 +126,11 @@ async def test_workers_are_drained_and_pools_scaled(rig: HttpRig) -> None:
     assert (drained.status_code, with_grace.status_code, scaled.status_code) == (202, 202, 202)
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "worker_not_found")
     assert service_of(rig.frontend).drained[:2] == [("decode-0", 30.0), ("prefill-0", 2.0)]
-    assert rig.scaled == [("decode", 3)]
+    both = await rig.post("/admin/v1/pools", {"prefill": 1, "decode": 3})
+    one = await rig.post("/admin/v1/pools", {"prefill": 2})
+    assert (both.status_code, both.json()) == (202, {"prefill": 1, "decode": 3})
+    assert one.json() == {"prefill": 2}
+    assert rig.scaled == [{"decode": 3}, {"prefill": 1, "decode": 3}, {"prefill": 2}]
 
 
 @pytest.mark.parametrize(

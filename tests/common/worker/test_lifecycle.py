@@ -187,6 +187,7 @@ async def test_a_kv_cache_of_the_same_size_is_kept_and_of_another_is_made_anew(m
         assert same is first
         assert (other.num_blocks, other.block_size) == (12, 8)
         assert first.data.untyped_storage().nbytes() == 0
+        assert first.layers == ()
         assert rig.roles[-1].around.new_pool().stats().free == 12
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from common.config import ModelConfig, WorkerConfig
-from common.worker.role_change import MAY_DIFFER, RoleChangeRefused, check_role_change
+from common.worker.role_change import MAY_DIFFER, OF_THE_PLACE, RoleChangeRefused, at_the_place_of, check_role_change
 
 PREFILL = WorkerConfig(role="prefill", worker_id="prefill-0", model=ModelConfig(path="m"), redis_url="redis://a")
 DECODE = PREFILL.model_copy(update={"role": "decode", "worker_id": "decode-0"})
@@ -31,4 +31,13 @@ def test_what_the_weights_or_the_cluster_depend_on_is_refused_by_name(name: str,
 
 
 def test_every_setting_that_may_differ_exists() -> None:
-    assert set(WorkerConfig.model_fields) >= MAY_DIFFER
+    assert set(WorkerConfig.model_fields) >= MAY_DIFFER | OF_THE_PLACE
+
+
+def test_what_belongs_to_the_place_stays() -> None:
+    here = PREFILL.model_copy(update={"num_threads": 3, "host": "10.0.0.1", "metrics_port": 9400})
+    there = DECODE.model_copy(update={"num_threads": 8, "host": "127.0.0.1", "metrics_port": 9401, "port": 7})
+    check_role_change(here, there)
+    fitted = at_the_place_of(here, there)
+    assert (fitted.num_threads, fitted.host, fitted.metrics_port) == (3, "10.0.0.1", 9400)
+    assert (fitted.role, fitted.port) == ("decode", 7)
