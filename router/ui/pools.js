@@ -2,7 +2,7 @@
 
 import { drain, scale } from "./api.js";
 import { h, keyed, setText, toast } from "./dom.js";
-import { count, duration, percent } from "./format.js";
+import { count, percent } from "./format.js";
 import { byRole } from "./topology.js";
 
 const BLOCKS = ["used", "held", "cached", "free"];
@@ -59,7 +59,7 @@ function updateLoading(item, { phase, share, elapsed_s: elapsed }) {
   const [, bar, note] = item.children;
   if (share) bar.value = share;
   else bar.removeAttribute("value");
-  setText(note, `${phase}${share ? `, ${percent(share)}` : ""}, for ${duration(elapsed)}`);
+  setText(note, `${phase}${share ? `, ${percent(share)}` : ""}, for ${elapsed.toFixed(0)} s`);
 }
 
 // What the pool's controller wants, and why.

@@ -41,7 +41,7 @@ LIVE_AUTOSCALE: dict[str, Any] = {
 def simulated() -> Timeline:
     """The step on the virtual clock."""
     model = ClusterModel(SIM_SETTINGS)
-    title = f"Autoscaler, simulated: {_in_words(SIM_PHASES)}"
+    title = f"Autoscaler, simulated, {datetime.now(UTC):%Y-%m-%d}: {_in_words(SIM_PHASES)}"
     timeline = Timeline(title, SIM_SETTINGS.target_ttft_s, SIM_SETTINGS.target_tpot_s)
     for duration_s, rate in SIM_PHASES:
         for _ in range(int(duration_s / TICK_S)):

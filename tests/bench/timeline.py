@@ -115,6 +115,8 @@ def _panel(row: int, name: str, curves: Sequence[Curve], end_s: float, target: f
     top = TOP + row * (HEIGHT + GAP)
     values = [value for curve in curves for _, value in curve.points]
     high = _round_up(max([*values, target or 0.0], default=1.0))
+    if name.startswith("workers"):
+        high = 2.0 * math.ceil(max(values, default=1.0) / 2)  # whole workers at every line
     parts = [
         f'<g transform="translate({LEFT},{top})"><text y="-9" fill="#1b1f24">{escape(name)}</text>',
         _axes(end_s, high),

@@ -89,7 +89,7 @@ def test_a_worker_that_loads_is_shown_with_its_phase_and_how_far_it_is(tab: Brow
     loads = LoadingWorker("prefill-7", "prefill", "reading weights", 0.43, 12.0)
     page.service.loading = (loads, LoadingWorker("decode-7", "decode", "self-test", 0.0, 1.0))
     tab.wait("return document.querySelectorAll('.loading li').length === 2")
-    assert "reading weights, 43 %, for 12.00 s" in tab.text(".pool.prefill .loading")
+    assert "reading weights, 43 %, for 12 s" in tab.text(".pool.prefill .loading")
     assert tab.script("return document.querySelector('.pool.prefill progress').position") == pytest.approx(0.43)
     assert tab.script("return document.querySelector('.pool.decode progress').position") == -1
     page.service.loading = ()
