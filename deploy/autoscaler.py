@@ -7,7 +7,8 @@ Load is told as a *need*: how many workers, as a fraction, would carry it with r
                               sequences / (0.9 x max_num_seqs),
                               step time / TPOT target x workers, at most one worker more than there are
 
-A pool grows when the need exceeded its size during the whole `up_window_s`: a spike is over before that. It shrinks
+A pool grows when the need exceeded its size during the whole `up_window_s`: a spike is over before that. It grows to
+the median of that window: what a backlog needs grows while it waits, and its least is its beginning. It shrinks
 when the need, with a quarter added, stayed below its size during the whole `stable_window_s`. After a change, a pool
 rests for a cooldown. While workers that were asked for are not ready, nothing is added: their load is not taken off
 the others yet. Time is seconds, never a number of looks; a gap in the looks starts the windows anew.
@@ -165,7 +166,7 @@ class Autoscaler:
         up = pool.over(self._settings.up_window_s, now_s)
         least = min(up, key=_workers, default=None)
         if least is not None and _ceil(least.workers) > load.size:
-            return self._grown(load, pool, least, high, now_s)
+            return self._grown(load, pool, _middle(up), high, now_s)
         stable = pool.over(self._settings.stable_window_s, now_s)
         most = max(stable, key=_workers, default=None)
         if most is not None and _ceil(most.workers * SHRINK_MARGIN) < load.size:
@@ -246,6 +247,11 @@ def _status(pool: _Pool, now_s: float) -> dict[str, object]:
 
 def _workers(need: _Need) -> float:
     return need.workers
+
+
+def _middle(needs: Sequence[_Need]) -> _Need:
+    """The median: a backlog that grows through the window tells more than its beginning, one spike tells nothing."""
+    return sorted(needs, key=_workers)[len(needs) // 2]
 
 
 def _ceil(need: float) -> int:

@@ -90,6 +90,22 @@ def test_growing_waits_for_the_window_and_then_for_the_cooldown() -> None:
     assert "growing in 50 s" in later[8].reason
 
 
+def test_a_growing_backlog_is_answered_by_the_middle_of_the_window_and_a_spike_in_it_by_nothing_more() -> None:
+    """1. 1000 tokens more each second, at 1000 tokens/s for a TTFT of 2 s: 1.5 to 4 workers are needed, 3 in the
+    middle. 2. The same with one look of 90,000 tokens. 3. The least of the window decides whether at all."""
+    for spike in (None, 4.0):
+        scaler = Autoscaler(SETTINGS)
+        for second in (0.0, 1.0, 2.0, 3.0, 4.0, 5.0):
+            num_tokens = 90_000 if second == spike else 500 + 1000 * int(second)
+            busy = WorkerLoad(num_running=1, num_waiting_tokens=num_tokens, tokens_per_s=1000.0)
+            decision = scaler.decide(PREFILL, PoolLoad(1, (busy,)), second)
+        assert decision.desired == 3
+    quiet = Autoscaler(SETTINGS)
+    for second in range(6):
+        busy = WorkerLoad(num_running=int(second > 0), num_waiting_tokens=5000 * (second > 0), tokens_per_s=1000.0)
+        assert not quiet.decide(PREFILL, PoolLoad(1, (busy,)), float(second)).is_change
+
+
 def test_nothing_is_added_while_workers_that_were_asked_for_are_not_ready() -> None:
     decision = last(DECODE, PoolLoad(2, (FULL,), 40))
     assert (decision.desired, decision.is_change) == (2, False)
