@@ -8,14 +8,13 @@ from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.http_stream import CONNECTION_EXTENSION
-from router.http_transport import GatheringTransport
+from router.http_protocol import GuardedProtocol
 
 # Longer than the idle time of common proxies (Go's is 90 s): the proxy closes first, so no request meets a reset.
 _KEEP_ALIVE_TIMEOUT_S = 120
 _BACKLOG = 2048
+_SWEEP_INTERVAL_S = 1.0
 
 
 class PortInUse(Exception):
@@ -46,7 +45,7 @@ class HttpServer:
         self._listener = listener
         config = uvicorn.Config(
             app,
-            http=_Protocol,
+            http=GuardedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -71,23 +70,25 @@ class HttpServer:
 
     async def serve(self) -> None:
         """Until `stop`."""
-        await self._server.serve(sockets=[self._listener])
+        sweeping = asyncio.ensure_future(self._sweep())
+        try:
+            await self._server.serve(sockets=[self._listener])
+        finally:
+            sweeping.cancel()
+            await asyncio.gather(sweeping, return_exceptions=True)
+
+    async def _sweep(self) -> None:
+        """End connections whose request is too slow. One look at all costs less than a timer for each request."""
+        while True:
+            await asyncio.sleep(_SWEEP_INTERVAL_S)
+            now_s = asyncio.get_running_loop().time()
+            for connection in list(self._server.server_state.connections):
+                if isinstance(connection, GuardedProtocol):
+                    connection.end_if_late(now_s)
 
     def stop(self) -> None:
         """Accept nothing more; open connections end within a second."""
         self._server.should_exit = True
-
-
-class _Protocol(HttpToolsProtocol):
-    """Lets the application see whether its client reads, and cut one that stopped: closing would wait for it."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.transport = GatheringTransport(transport, self.loop)  # type: ignore[assignment]
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {CONNECTION_EXTENSION: {"abort": self.transport.abort, "flow": self.flow}}
 
 
 class _Server(uvicorn.Server):

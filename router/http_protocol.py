@@ -1,0 +1,132 @@
+"""One HTTP connection: what arrives is bounded in size and time, and means one thing only. Over uvicorn's protocol.
+
+Owns the limits of a request's head and the time that a request may take to arrive. A request that two programs could
+read differently (a header given twice, a transfer encoding of another kind) is refused, not interpreted: a proxy
+before us must not see other requests than we do.
+"""
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from router import limits
+from router.http_stream import CONNECTION_EXTENSION
+from router.http_transport import GatheringTransport
+
+# Told once or not at all: of two, some programs take the first and others the last.
+_SINGLE = (
+    *(b"authorization", b"content-encoding", b"content-length", b"content-type", b"expect", b"host"),
+    *(b"transfer-encoding", b"x-admin-key", b"x-request-id", b"x-request-timeout-s"),
+)
+# The application answers a slow body by itself; this is for one that goes on after its answer.
+_BODY_SLACK_S = 5.0
+_MALFORMED = (HTTPStatus.BAD_REQUEST, "the request is no valid HTTP")
+_HEAD_TOO_LARGE = (
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    f"the head of a request may have {limits.MAX_HEADER_BYTES} bytes and {limits.MAX_HEADERS} headers",
+)
+_HEAD_TOO_SLOW = (HTTPStatus.REQUEST_TIMEOUT, f"the head did not arrive within {limits.HEADER_TIMEOUT_S:g} s")
+_Problem = tuple[HTTPStatus, str]
+
+
+class _Refused(Exception):
+    """Stops the parser; what to answer is kept in the protocol."""
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """Also lets the application see whether its client reads, and cut one that stopped: closing would wait for it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._problem: _Problem = _MALFORMED
+        self._num_head_bytes = 0
+        self._is_in_head = True
+        self._deadline_s: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.transport = GatheringTransport(transport, self.loop)  # type: ignore[assignment]
+        self._deadline_s = self.loop.time() + limits.HEADER_TIMEOUT_S
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_in_head:
+            super().data_received(data)
+            return
+        self._num_head_bytes += len(data)
+        super().data_received(data)
+        if self._is_in_head and self._num_head_bytes > limits.MAX_HEADER_BYTES and not self.transport.is_closing():
+            self._problem = _HEAD_TOO_LARGE
+            self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {CONNECTION_EXTENSION: {"abort": self.transport.abort, "flow": self.flow}}
+        self._is_in_head = True
+        self._deadline_s = self.loop.time() + limits.HEADER_TIMEOUT_S
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # what comes after the body is nobody's header
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._num_head_bytes = 0
+        problem = self._head_problem()
+        if problem is not None:
+            self._problem = problem
+            raise _Refused
+        self._deadline_s = self.loop.time() + limits.BODY_TIMEOUT_S + _BODY_SLACK_S
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._deadline_s = None
+        self._is_in_head = True
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls when the parser gives up, in OpenAI's form and with the status that fits."""
+        status, message = self._problem
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": _code(status)}
+        body = msgspec.json.encode({"error": error})
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+
+    def end_if_late(self, now_s: float) -> None:
+        """Call now and then: ends the connection when its client takes too long to say what it wants."""
+        if self._deadline_s is None or now_s < self._deadline_s or self.transport.is_closing():
+            return
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if self.flow.read_paused or (self._is_in_head and is_answering):
+            self._deadline_s = now_s + limits.HEADER_TIMEOUT_S  # it waits for us
+        elif self._is_in_head:
+            self._problem = _HEAD_TOO_SLOW
+            self.send_400_response("")
+        else:
+            self.transport.abort()
+
+    def _head_problem(self) -> _Problem | None:
+        headers = self.headers
+        num_bytes = len(self.url) + sum([len(name) + len(value) for name, value in headers])
+        if num_bytes > limits.MAX_HEADER_BYTES or len(headers) > limits.MAX_HEADERS:
+            return _HEAD_TOO_LARGE
+        names = [name for name, _ in headers]
+        if len(set(names)) < len(names):
+            for name in _SINGLE:
+                if names.count(name) > 1:
+                    return HTTPStatus.BAD_REQUEST, f"header {name.decode()} is given more than once"
+        if b"transfer-encoding" in names and not self._has_plain_framing():
+            return HTTPStatus.BAD_REQUEST, "transfer-encoding must be chunked, alone, and in HTTP/1.1"
+        return None
+
+    def _has_plain_framing(self) -> bool:
+        values = dict(self.headers)
+        is_chunked = values[b"transfer-encoding"].strip().lower() == b"chunked"
+        return is_chunked and b"content-length" not in values and self.parser.get_http_version() == "1.1"
+
+
+def _code(status: HTTPStatus) -> str:
+    return {431: "header_too_large", 408: "header_timeout"}.get(status.value, "malformed_request")
