@@ -4,10 +4,11 @@ A general client costs more time per event than a small model does per token, an
 """
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
+
+from deploy.trust import trusting_ca
 
 _MAX_LINE = 1 << 20
 _MAX_BODY = 64 << 20
@@ -63,8 +64,8 @@ async def fetch(endpoint: Endpoint, method: str, path: str, body: bytes = b"") -
 
 async def stream(endpoint: Endpoint, method: str, path: str, body: bytes = b"") -> AsyncIterator[bytes]:
     """The body of an answer, as it comes. Raises HttpFailed, also when it is cut short."""
-    tls = ssl.create_default_context() if endpoint.is_tls else None
     try:
+        tls = trusting_ca() if endpoint.is_tls else None
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=tls, limit=_MAX_LINE)
     except OSError as error:
         raise HttpFailed(f"no connection to {endpoint.host}:{endpoint.port}: {error.strerror or error}") from error
