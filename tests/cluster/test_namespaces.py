@@ -109,7 +109,7 @@ class Site:
                 process.wait(10)
 
     def _pdserve(self, command: str, name: str, *options: str) -> list[str]:
-        host = ("--host", self.hosts[name].address, "--model", str(self._model))
+        host = ("--host", self.hosts[name].address, "--insecure", "--model", str(self._model))
         redis = ("--redis-url", f"redis://{self.hosts['redis'].address}:6379/0")
         return [sys.executable, "-m", "deploy.cli", command, *host, *redis, *options]
 
