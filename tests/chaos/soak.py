@@ -56,13 +56,16 @@ class Soak:
     started_s: float = field(default_factory=time.monotonic)
     faults: list[Fault] = field(default_factory=list)
     void: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)  # what a fault should not have done
     before: list[Footprint] = field(default_factory=list)
     after: list[Footprint] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
 
     def problems(self) -> list[str]:
         """Every way in which the promise was broken."""
-        found = [f"{e.request_id} {e.api} {e.outcome}: {e.detail[:200]}" for e in self.entries if self._is_bad(e)]
+        found = self.broken + [
+            f"{e.request_id} {e.api} {e.outcome}: {e.detail[:200]}" for e in self.entries if self._is_bad(e)
+        ]
         found += growth(mean(self.before), mean(self.after))
         if not any(entry.outcome is Outcome.RIGHT for entry in self.entries[-50:]):
             found.append("nothing was answered at the end")
@@ -133,10 +136,13 @@ async def _make_fault(run: Soak, rig: Rig, clients: Clients, row: Row) -> None:
     scene = Scene(rig, clients)
     try:
         proof = await row.act(scene)
+        await rig.until_whole()
     except Void as error:
         run.void.append(f"{row.name}: {error}")
         return
-    await rig.until_whole()
+    except AssertionError as error:
+        run.broken.append(f"{row.name}: {error}")
+        return
     run.faults.append(Fault(row.name, proof, scene.began_s, time.monotonic() + 2.0, row.allowed))
     _say(f"{time.monotonic() - run.started_s:5.0f} s {row.name}: {proof}; {dict(count_outcomes(clients.entries))}")
 
