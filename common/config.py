@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "int8", "fp8_e4m3"]
+Quantization = Literal["none", "int8", "int4"]
 Attention = Literal["auto", "cpu", "triton"]
 Transport = Literal["gloo", "nccl"]
 
@@ -56,6 +57,7 @@ class WorkerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: Dtype = "auto"
+    quantization: Quantization = Field("none", description="weights in fewer bits (on CPUs); equal on both workers")
     kv_cache_dtype: KVCacheDtype = Field("auto", description="auto = the model's; must be equal on both workers")
     attention: Attention = "auto"
     host: str = Field("127.0.0.1", description="address to bind and to advertise")

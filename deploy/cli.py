@@ -28,6 +28,12 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Quantization(StrEnum):
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 class Attention(StrEnum):
     AUTO = "auto"
     CPU = "cpu"
@@ -84,6 +90,7 @@ def up(
     grpc_port: GrpcPort = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Weights and KV cache.")] = None,
     attention: Annotated[Attention | None, typer.Option(help="Attention kernels.")] = None,
+    quantization: Annotated[Quantization | None, typer.Option(help="Weights in fewer bits, on CPUs.")] = None,
     local_prefill_max_tokens: LocalPrefill = None,
     autoscale: Autoscale = None,
     redis_url: RedisUrl = None,
@@ -113,6 +120,7 @@ def up(
     }
     for pool in ("prefill_worker", "decode_worker"):
         flags |= {f"{pool}.dtype": dtype, f"{pool}.attention": attention}
+        flags |= {f"{pool}.quantization": quantization}
     raise typer.Exit(run_up(load_settings(flags, config).config, as_json=json))
 
 

@@ -58,7 +58,7 @@ def checks_for(purpose: str) -> list[Callable[[ClusterConfig], Finding]]:
     """Which checks matter to a router, a worker, or a whole cluster on this machine (`up`)."""
     anywhere: list[Callable[[ClusterConfig], Finding]] = [python, files, processes, disk, redis]
     router = [router_certificates, http_port, grpc_port]
-    worker = [worker_certificates, torch, gpu, nccl, gloo]
+    worker = [worker_certificates, torch, operators, gpu, nccl, gloo]
     chosen = {"router": router, "worker": worker, "up": [*router, *worker, shared_memory, ray]}
     return [*anywhere, *chosen[purpose]]
 
@@ -178,6 +178,17 @@ def _port(name: str, host: str, port: int, flag: str) -> Finding:
 
 def torch(config: ClusterConfig) -> Finding:
     return _package("torch", _MIN_TORCH)
+
+
+def operators(config: ClusterConfig) -> Finding:
+    """Those compiled for this processor: without them a worker on a CPU is two to three times slower."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("operators", "warning", "not looked at without torch", "install torch first")
+    from common.native.build import state_of_library
+
+    is_fit, found = state_of_library()
+    fix = "install g++, or mend what its message says and delete that file; workers run without, only slower"
+    return Finding("operators", "ok" if is_fit else "warning", found, fix)
 
 
 def gpu(config: ClusterConfig) -> Finding:

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from common.checkpoint import Checkpoint, ModelSpec, open_checkpoint
-from common.config import Attention, Dtype, KVCacheDtype, WorkerConfig
+from common.checkpoint import Checkpoint, CheckpointError, ModelSpec, open_checkpoint
+from common.config import Attention, Dtype, KVCacheDtype, Quantization, WorkerConfig
 from common.engine.progress import LoadPhase, Progress, no_progress
 from common.engine.runner import ModelRunner
 from common.engine.self_test import self_test
@@ -21,6 +21,7 @@ from common.model.decoder import Decoder, build_decoder
 from common.model.native_backend import NativeBackend
 from common.model.weights import open_weights
 from common.native.ops import NativeOps, native_ops
+from common.native.products import NativeProducts
 from common.request import PairingInfo
 
 PROTOCOL_VERSION = "1"  # of the handoff: the order and layout of what is sent
@@ -61,7 +62,7 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
     is_plain = spec.has_plain_attention and not is_quantized(kv_dtype)
     backend = _backend(attention, ops if is_plain else None)
     weights = open_weights(checkpoint, dtype, device, partial(progress, LoadPhase.WEIGHTS))
-    model = build_decoder(spec, weights, backend, device, ops, ops.products if ops else None)
+    model = build_decoder(spec, weights, backend, device, ops, _products(ops, config.quantization, dtype))
     runner = ModelRunner(model, cache, device, ops)
     progress(LoadPhase.SELF_TEST, 0.0)
     self_test(runner)
@@ -75,7 +76,7 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
         device=device,
         served_name=config.model.served_name or checkpoint.served_name,
         max_model_len=_max_model_len(config, spec, cache),
-        pairing=pairing_info(checkpoint, dtype, kv_dtype),
+        pairing=pairing_info(checkpoint, dtype, kv_dtype, config.quantization),
     )
 
 
@@ -110,7 +111,9 @@ def _max_model_len(config: WorkerConfig, spec: ModelSpec, cache: KVCache) -> int
     return min(config.model.max_model_len or spec.max_position, spec.max_position, cache.num_slots)
 
 
-def pairing_info(checkpoint: Checkpoint, dtype: torch.dtype, kv_cache_dtype: torch.dtype) -> PairingInfo:
+def pairing_info(
+    checkpoint: Checkpoint, dtype: torch.dtype, kv_cache_dtype: torch.dtype, quantization: Quantization = "none"
+) -> PairingInfo:
     """Everything that decides what a token's KV means."""
     spec = checkpoint.config
     fields = {
@@ -118,6 +121,7 @@ def pairing_info(checkpoint: Checkpoint, dtype: torch.dtype, kv_cache_dtype: tor
         "tokenizer": checkpoint.tokenizer_digest,
         "architecture": spec.architecture,
         "dtype": str(dtype).removeprefix("torch."),
+        "quantization": quantization,
         "kv_cache_dtype": str(kv_cache_dtype).removeprefix("torch."),
         "num_layers": spec.num_layers,
         "num_kv_heads": spec.num_kv_heads,
@@ -148,6 +152,18 @@ def resolve_attention(attention: Attention) -> Attention:
     if attention == "auto":
         return "triton" if torch.cuda.is_available() else "cpu"
     return attention
+
+
+def _products(ops: NativeOps | None, quantization: Quantization, dtype: torch.dtype) -> NativeProducts | None:
+    """What weights are packed for. Raises CheckpointError where fewer bits were asked for and cannot be had."""
+    products = ops.products if ops is not None else None
+    if quantization == "none":
+        return products
+    if products is None or dtype != torch.bfloat16:
+        raise CheckpointError(
+            f"quantization={quantization} needs bfloat16 on a CPU with AVX512-BF16, and a C++ compiler"
+        )
+    return products.with_bits({"int8": 8, "int4": 4}[quantization])
 
 
 def _backend(attention: Attention, ops: NativeOps | None) -> AttentionBackend:

@@ -115,7 +115,7 @@ def build_decoder(
     norm = RmsNorm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.rms_norm_eps, ops)
     head = embedding if spec.tie_embeddings else weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
     weights.check_all_taken()
-    head_linear = Linear(head, None, products)
+    head_linear = Linear(head, None, products.for_head() if products else None)
     return Decoder(embedding, layers, norm, head_linear, fused_stack(layers, norm, head_linear, products))
 
 

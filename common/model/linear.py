@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from common.checkpoint import CheckpointError
 from common.native.products import NativeProducts, PackedProduct
 
 PACK_FOR_NUM_ROWS = 32
@@ -26,7 +27,12 @@ class Linear:
         self._weight = weight
         self._apply: Callable[..., torch.Tensor] = _apply_plain
         self.product: PackedProduct | None = None  # the weight, where it is packed for our own products
-        if products is not None and products.can_pack(weight):
+        is_packed = products is not None and products.can_pack(weight)
+        if products is not None and products.is_quantized and not is_packed:
+            raise CheckpointError(
+                f"a weight of {weight.shape[1]} {weight.dtype} inputs cannot have {products.bits} bits"
+            )
+        if products is not None and is_packed:
             self.product = products.pack(weight, bias)
             self._weight = weight.new_empty(0)
         elif weight.device.type == "cpu" and _can_pack():

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from common.checkpoint.demo_model import cache_directory
+from common.telemetry.logs import get_logger
 
 SOURCE = Path(__file__).with_name("ops.cpp")
 SWITCH = "PDSERVE_NATIVE_OPS"  # 0 = never compile or load
@@ -23,28 +24,72 @@ FLAGS = (
     "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC",
 )  # fmt: skip
 TIMEOUT_S = 120
+MAX_LOGGED = 2000  # characters of what the compiler said; the file has them all
 
 
 def load_library() -> ctypes.CDLL | None:
-    """The compiled operators; None where they are switched off, no compiler is there or it fails."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if os.environ.get(SWITCH, "1") == "0" or compiler is None or platform.system() != "Linux":
+    """The compiled operators; None where they are switched off, no compiler is there or it fails (which is logged)."""
+    compiler = _compiler()
+    if compiler is None:
         return None
     try:
-        path = cache_directory() / "native" / f"ops-{_digest(compiler)}.so"
+        path = _library_path(compiler)
+        if _failure(path).exists():
+            get_logger().warning("native_compile_failed_before", reason=_failure(path).read_text()[:200])
+            return None
         if not path.exists():
             _compile(compiler, path)
         return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
+    except subprocess.SubprocessError:
         return None
+    except OSError as error:
+        get_logger().warning("native_operators_not_loaded", reason=str(error))
+        return None
+
+
+def state_of_library() -> tuple[bool, str]:
+    """Whether the operators can be used here, and what to know about it. Compiles nothing."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return False, f"switched off by {SWITCH}=0"
+    compiler = _compiler()
+    if compiler is None:
+        return False, "no C++ compiler (g++, or what CXX names)"
+    try:
+        path = _library_path(compiler)
+        if _failure(path).exists():
+            return False, f"{compiler} failed, see {_failure(path)}"
+    except (OSError, subprocess.SubprocessError) as error:
+        return False, f"{compiler}: {error}"
+    return True, f"compiled at {path}" if path.exists() else f"compiled by {compiler} at the first start"
+
+
+def _compiler() -> str | None:
+    is_off = os.environ.get(SWITCH, "1") == "0" or platform.system() != "Linux"
+    return None if is_off else shutil.which(os.environ.get("CXX", "g++"))
+
+
+def _library_path(compiler: str) -> Path:
+    return cache_directory() / "native" / f"ops-{_digest(compiler)}.so"
+
+
+def _failure(library: Path) -> Path:
+    """Where a failed compilation is remembered: what failed once with the same sources and compiler fails again."""
+    return library.with_suffix(".failed")
 
 
 def _compile(compiler: str, target: Path) -> None:
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
         compiled, linked = Path(directory) / "ops.o", Path(directory) / "ops.so"
-        _run(compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled))
-        _run(compiler, "-shared", str(compiled), *_openmp(), "-o", str(linked))
+        try:
+            _run(compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled))
+            _run(compiler, "-shared", str(compiled), *_openmp(), "-o", str(linked))
+        except subprocess.SubprocessError as error:
+            output = getattr(error, "stderr", None) or b""
+            reason = f"{error}\n{output.decode(errors='replace')}"
+            get_logger().warning("native_compile_failed", compiler=compiler, reason=reason[:MAX_LOGGED])
+            _failure(target).write_text(reason)
+            raise
         os.replace(linked, target)
 
 

@@ -6,7 +6,8 @@
 
 #include "elementwise.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
+    defined(__AVX512VNNI__)
 #define PDSERVE_PRODUCTS 1
 #include <immintrin.h>
 #else

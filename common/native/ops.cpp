@@ -99,24 +99,37 @@ void pdserve_draw_candidates(int32_t* candidates, int32_t* counts, const float* 
 // Whether this processor computes products with packed bfloat16 weights; without, the functions below do nothing.
 int pdserve_has_products() { return PDSERVE_PRODUCTS; }
 
-int64_t pdserve_packed_size(int64_t num_out, int64_t num_in) { return num_groups(num_out) * kGroup * num_in; }
-
-void pdserve_pack(void* target, const void* weights, int64_t num_out, int64_t num_in, int num_threads) {
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    pack_product((uint16_t*)target, (const uint16_t*)weights, num_out, num_in,
-                 Team{omp_get_thread_num(), omp_get_num_threads(), nullptr});
+int64_t pdserve_packed_bytes(int64_t num_out, int64_t num_in, int64_t bits) {
+    return num_groups(num_out) * kGroup * num_in * bits / 8;
 }
 
-void pdserve_multiply(void* out, const void* x, int64_t num_rows, const void* product, int is_float, int num_threads) {
+// `scales` as in quantized.h, null for 16 bits.
+void pdserve_pack(void* target, uint16_t* scales, const void* weights, int64_t num_out, int64_t num_in, int64_t bits,
+                  int num_threads) {
 #if PDSERVE_PRODUCTS
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
         const Team team{omp_get_thread_num(), omp_get_num_threads(), nullptr};
-        if (is_float)
-            multiply((float*)out, (const bfloat16*)x, num_rows, *(const Product*)product, team);
+        if (bits == 16)
+            pack_product((uint16_t*)target, (const uint16_t*)weights, num_out, num_in, team);
+        else if (bits == 8)
+            quantize_weights<8>((uint8_t*)target, scales, (const bfloat16*)weights, num_out, num_in, team);
         else
-            multiply((bfloat16*)out, (const bfloat16*)x, num_rows, *(const Product*)product, team);
+            quantize_weights<4>((uint8_t*)target, scales, (const bfloat16*)weights, num_out, num_in, team);
     }
+#endif
+}
+
+void pdserve_multiply(void* out, const void* x, int64_t num_rows, const void* product, int num_threads) {
+#if PDSERVE_PRODUCTS
+    static thread_local QuantizedRows scratch;
+    QuantizedRows& rows = scratch;  // the caller's, for the whole team
+    const Product& weights = *(const Product*)product;
+    if (weights.bits < 16) rows.fit(num_rows, weights.num_in);
+    Barrier barrier;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    multiply_any((bfloat16*)out, (const bfloat16*)x, num_rows, weights, rows,
+                 Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
 #endif
 }
 

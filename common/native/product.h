@@ -19,9 +19,11 @@ constexpr int64_t kAhead = 4096;     // bytes that weights are prefetched ahead:
 
 // As in common/native/products.py.
 struct Product {
-    const uint16_t* weights;  // packed
+    const uint16_t* weights;  // packed; of fewer bits as in quantized.h
+    const uint16_t* scales;   // null for bfloat16
     const bfloat16* bias;     // [num_out], or null
-    int64_t num_out, num_in;  // num_in is even
+    int64_t num_out, num_in;  // num_in is even, for fewer bits a multiple of 64
+    int64_t bits;             // 16 = bfloat16, 8, 4
 };
 
 inline int64_t num_groups(int64_t num_out) { return (num_out + kGroup - 1) / kGroup; }

@@ -6,6 +6,7 @@
 
 #include "attention_bf16.h"
 #include "prefill.h"
+#include "quantized.h"
 
 #if PDSERVE_PRODUCTS
 
@@ -40,6 +41,7 @@ struct Step {
 // Grows to the largest step.
 struct Workspace {
     std::vector<bfloat16> normed, wide, attended, activated, few_hidden, few_attended;
+    QuantizedRows quantized;
 
     void fit(const Decoder& model, const Step& step) {
         int64_t q_size = model.num_heads * model.head_dim, qkv_size = q_size + 2 * model.num_kv_heads * model.head_dim;
@@ -49,6 +51,8 @@ struct Workspace {
         grow(activated, step.num_tokens * model.intermediate_size);
         grow(few_hidden, step.num_logit_rows * model.hidden_size);
         grow(few_attended, step.num_logit_rows * q_size);
+        if (model.layers[0].qkv.bits < 16)
+            quantized.fit(step.num_tokens, std::max({model.hidden_size, model.intermediate_size, q_size}));
     }
 
     static void grow(std::vector<bfloat16>& buffer, int64_t size) {
@@ -78,8 +82,7 @@ class StepRunner {
         const Layer& layer = model_.layers[idx];
         const int64_t dim = model_.head_dim, q_size = model_.num_heads * dim, kv_size = model_.num_kv_heads * dim;
         add_norm(step_.hidden, idx ? step_.delta : nullptr, layer.input_norm, step_.num_tokens, team);
-        multiply(work_.wide.data(), work_.normed.data(), step_.num_tokens, layer.qkv, team);
-        team.wait();
+        product(work_.wide.data(), work_.normed.data(), step_.num_tokens, layer.qkv, team);
         bfloat16* k_cache = const_cast<bfloat16*>(step_.kv[idx]);
         Placement placement{model_.cos_sin, step_.positions, step_.slots};
         team.each(step_.num_tokens, [&](int64_t token) {
@@ -101,20 +104,22 @@ class StepRunner {
         bfloat16* hidden = is_few ? work_.few_hidden.data() : step_.hidden;
         const bfloat16* attended = is_few ? work_.few_attended.data() : work_.attended.data();
         const int64_t num_rows = is_few ? step_.num_logit_rows : step_.num_tokens, size = model_.intermediate_size;
-        multiply(step_.delta, attended, num_rows, layer.output, team);
-        team.wait();
+        product(step_.delta, attended, num_rows, layer.output, team);
         add_norm(hidden, step_.delta, layer.post_norm, num_rows, team);
-        multiply(work_.wide.data(), work_.normed.data(), num_rows, layer.gate_up, team);
-        team.wait();
+        product(work_.wide.data(), work_.normed.data(), num_rows, layer.gate_up, team);
         team.each(num_rows, [&](int64_t row) {
             silu_mul_lanes(work_.activated.data() + row * size, work_.wide.data() + row * 2 * size, size);
         });
         team.wait();
-        multiply(step_.delta, work_.activated.data(), num_rows, layer.down, team);
-        team.wait();
+        product(step_.delta, work_.activated.data(), num_rows, layer.down, team);
         if (!is_last) return;
         add_norm(hidden, step_.delta, model_.norm, num_rows, team);
-        multiply(step_.logits, work_.normed.data(), num_rows, model_.head, team);
+        product(step_.logits, work_.normed.data(), num_rows, model_.head, team);
+    }
+
+    template <typename Out>
+    void product(Out* out, const bfloat16* x, int64_t num_rows, const Product& weights, Team team) {
+        multiply_any(out, x, num_rows, weights, work_.quantized, team);
         team.wait();
     }
 

@@ -15,7 +15,7 @@ import torch
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checkpoint.demo_model import fetch_demo_model
-from common.config import ModelConfig, WorkerConfig
+from common.config import ModelConfig, Quantization, WorkerConfig
 from common.engine.loading import load_model
 from common.engine.plan import SampleSpec, ScheduledSequence, StepPlan
 from common.engine.runner import ModelRunner
@@ -62,7 +62,9 @@ def run(
     return rows
 
 
-def load_runner(checkpoint: Checkpoint, dtype: torch.dtype, *, native: bool = True) -> ModelRunner:
+def load_runner(
+    checkpoint: Checkpoint, dtype: torch.dtype, *, native: bool = True, quantization: Quantization = "none"
+) -> ModelRunner:
     """An engine whose cache holds numbers everywhere."""
     before = os.environ.get(SWITCH, "1")
     os.environ[SWITCH] = before if native else "0"
@@ -71,6 +73,7 @@ def load_runner(checkpoint: Checkpoint, dtype: torch.dtype, *, native: bool = Tr
         worker_id="bench",
         model=ModelConfig(path=str(checkpoint.path)),
         dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
+        quantization=quantization,
         attention="cpu",
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,

