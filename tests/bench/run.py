@@ -1,6 +1,6 @@
 """`make bench`: every part beside its peers in one run. Prints tables, writes build/bench.json and build/bench.svg.
 
-python -m tests.bench.run [--peers] [--parts engine,steps,handoff,index,router,service,peers]
+python -m tests.bench.run [--peers] [--parts engine,steps,handoff,index,router,service,role_change,peers]
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: waiting threads must not take the other's core
 
-PARTS = ("engine", "steps", "handoff", "index", "router", "service")
+PARTS = ("engine", "steps", "handoff", "index", "router", "service", "role_change")
 PEERS = ("hf_peer", "llama_peer", "vllm_peer")
 BUILD = Path("build")
 Rows = list[dict[str, Any]]
@@ -32,7 +32,7 @@ def main() -> None:
     rows: Rows = []
     parts = arguments.parts or ",".join((*PARTS, "peers") if arguments.peers else PARTS)
     for part in parts.split(","):
-        if find_spec(f"tests.bench.{part}_bench") is None:
+        if _module(part) is None:
             continue
         started_s = time.monotonic()
         part_rows = _runner(part, with_peers=arguments.peers)()
@@ -60,8 +60,14 @@ def ratio(row: dict[str, Any], other: float) -> float:
     return float(row["ours"] / other if row["better"] == "higher" else other / row["ours"])
 
 
+def _module(part: str) -> str | None:
+    """Where a part is measured."""
+    names = (f"tests.bench.{part}_bench", f"tests.bench.{part}")
+    return next((name for name in names if find_spec(name) is not None), None)
+
+
 def _runner(part: str, *, with_peers: bool) -> Callable[[], Rows]:
-    run: Callable[..., Rows] = import_module(f"tests.bench.{part}_bench").run
+    run: Callable[..., Rows] = import_module(_module(part) or "").run
     flags = {"engine": {"with_hf": with_peers}, "service": {"with_peers": with_peers}}
     return partial(run, **flags.get(part, {}))
 
