@@ -2,6 +2,7 @@
 
 import random
 
+from common.messages import Role
 from tests.simkit.cluster import SimCluster
 from tests.simkit.plan import PlannedFault
 
@@ -13,6 +14,7 @@ class Faults:
         self.done: list[str] = []
         self._cluster = cluster
         self._time = cluster.time
+        self._changing: set[str] = set()
 
     def inject(self, fault: PlannedFault) -> None:
         rng = random.Random(fault.draw)
@@ -77,6 +79,25 @@ class Faults:
         if self._cluster.workers[name].is_alive:
             self._cluster.kill(name)
         self._restart(name)
+
+    def _change_role(self, name: str, _: random.Random) -> bool:
+        """It drains, and then the same process is another life with the other role. One of each role stays."""
+        workers = self._cluster.workers
+        worker = workers[name]
+        alike = [other for other in workers if workers[other].role is worker.role and other not in self._changing]
+        if not worker.is_alive or worker.is_frozen or name in self._changing or len(alike) < 2:
+            return False
+        self._changing.add(name)
+        self._cluster.drain(name, 1.0)
+        role = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
+        self._time.after(2.0, lambda: self._become(name, role))
+        return True
+
+    def _become(self, name: str, role: Role) -> None:
+        if self._cluster.workers[name].is_alive:
+            self._cluster.kill(name)
+        self._cluster.start_worker(name, role)
+        self._changing.discard(name)
 
     def _clock_jump(self, name: str, rng: random.Random) -> bool:
         """As after a pause of the machine: the process finds itself later than it thought."""

@@ -16,6 +16,7 @@ FAULT_KINDS = (
     *("kill", "freeze", "cut_stream", "break_session", "corrupt", "slow_worker", "slow_wire", "fail_step", "drain"),
     *("router_crash", "router_freeze", "mute_stream", "mute_session", "clock_jump"),
     *("index_down", "index_wiped", "index_stale"),
+    "change_role",
 )
 # Swept, not fixed: some runs have no fault, some several a second.
 FAULT_RATES_PER_S = (0.0, 0.3, 1.0, 3.0)
