@@ -60,6 +60,7 @@ class WorkerSettings(BaseModel):
     quantization: Quantization = Field("none", description="weights in fewer bits (on CPUs); equal on both workers")
     kv_cache_dtype: KVCacheDtype = Field("auto", description="auto = the model's; must be equal on both workers")
     attention: Attention = "auto"
+    cuda_graphs: bool = Field(True, description="replay decode steps on a GPU instead of launching every kernel")
     host: str = Field("127.0.0.1", description="address to bind and to advertise")
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = any free one")
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0 = any free one")

@@ -28,6 +28,12 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class KVCacheDtype(StrEnum):
+    AUTO = "auto"
+    INT8 = "int8"
+    FP8_E4M3 = "fp8_e4m3"
+
+
 class Quantization(StrEnum):
     NONE = "none"
     INT8 = "int8"
@@ -91,6 +97,7 @@ def up(
     dtype: Annotated[Dtype | None, typer.Option(help="Weights and KV cache.")] = None,
     attention: Annotated[Attention | None, typer.Option(help="Attention kernels.")] = None,
     quantization: Annotated[Quantization | None, typer.Option(help="Weights in fewer bits, on CPUs.")] = None,
+    kv_cache_dtype: Annotated[KVCacheDtype | None, typer.Option(help="KV cache in fewer bits.")] = None,
     local_prefill_max_tokens: LocalPrefill = None,
     autoscale: Autoscale = None,
     redis_url: RedisUrl = None,
@@ -119,7 +126,7 @@ def up(
         **tls_flags(tls),
     }
     for pool in ("prefill_worker", "decode_worker"):
-        flags |= {f"{pool}.dtype": dtype, f"{pool}.attention": attention}
+        flags |= {f"{pool}.dtype": dtype, f"{pool}.attention": attention, f"{pool}.kv_cache_dtype": kv_cache_dtype}
         flags |= {f"{pool}.quantization": quantization}
     raise typer.Exit(run_up(load_settings(flags, config).config, as_json=json))
 

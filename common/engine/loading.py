@@ -10,6 +10,7 @@ import torch
 
 from common.checkpoint import Checkpoint, CheckpointError, ModelSpec, open_checkpoint
 from common.config import Attention, Dtype, KVCacheDtype, Quantization, WorkerConfig
+from common.engine.graphs import DecodeGraphs
 from common.engine.progress import LoadPhase, Progress, no_progress
 from common.engine.runner import ModelRunner
 from common.engine.self_test import self_test
@@ -23,6 +24,7 @@ from common.model.weights import open_weights
 from common.native.ops import NativeOps, native_ops
 from common.native.products import NativeProducts
 from common.request import PairingInfo
+from common.sampling import DrawCandidates
 
 PROTOCOL_VERSION = "1"  # of the handoff: the order and layout of what is sent
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -33,7 +35,7 @@ class LoadedModel:
     """A model on its device. `pairing` is what must be equal before two workers exchange KV."""
 
     model: Decoder
-    ops: NativeOps | None
+    draws: DrawCandidates | None  # what narrows draws down on the device
     runner: ModelRunner
     cache: KVCache
     spec: ModelSpec
@@ -60,15 +62,16 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
     ops = native_ops() if attention == "cpu" else None
     # the compiled attention knows neither windows, soft caps nor quantized rows
     is_plain = spec.has_plain_attention and not is_quantized(kv_dtype)
-    backend = _backend(attention, ops if is_plain else None)
+    backend = _triton(cache, spec, dtype) if attention == "triton" else _cpu_backend(ops if is_plain else None)
     weights = open_weights(checkpoint, dtype, device, partial(progress, LoadPhase.WEIGHTS))
     model = build_decoder(spec, weights, backend, device, ops, _products(ops, config.quantization, dtype))
-    runner = ModelRunner(model, cache, device, ops)
+    draws = _draws(attention, ops)
+    runner = _new_runner(config, model, cache, draws, _max_model_len(config, spec, cache))
     progress(LoadPhase.SELF_TEST, 0.0)
     self_test(runner)
     return LoadedModel(
         model=model,
-        ops=ops,
+        draws=draws,
         runner=runner,
         cache=cache,
         spec=spec,
@@ -91,12 +94,17 @@ def refit(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
         cache.free()
         gc.collect()  # an ended role is a web of callbacks, and refers to it
         cache = KVCache(cache.shape, num_blocks, config.block_size, loaded.device)
-    return replace(
-        loaded,
-        runner=ModelRunner(loaded.model, cache, loaded.device, loaded.ops),
-        cache=cache,
-        max_model_len=_max_model_len(config, loaded.spec, cache),
-    )
+    max_model_len = _max_model_len(config, loaded.spec, cache)
+    runner = _new_runner(config, loaded.model, cache, loaded.draws, max_model_len)
+    return replace(loaded, runner=runner, cache=cache, max_model_len=max_model_len)
+
+
+def _new_runner(
+    config: WorkerConfig, model: Decoder, cache: KVCache, draws: DrawCandidates | None, max_len: int
+) -> ModelRunner:
+    has_graphs = config.cuda_graphs and cache.data.is_cuda
+    graphs = DecodeGraphs(model, cache, config.max_num_seqs, max_len) if has_graphs else None
+    return ModelRunner(model, cache, cache.data.device, draws, graphs)
 
 
 def _new_cache(config: WorkerConfig, shape: KVShape, device: str) -> KVCache:
@@ -166,12 +174,26 @@ def _products(ops: NativeOps | None, quantization: Quantization, dtype: torch.dt
     return products.with_bits({"int8": 8, "int4": 4}[quantization])
 
 
-def _backend(attention: Attention, ops: NativeOps | None) -> AttentionBackend:
+def _draws(attention: Attention, ops: NativeOps | None) -> DrawCandidates | None:
     if attention == "triton":
-        from common.kernels.backend import TritonBackend  # imports triton, which the cpu path does without
+        from common.kernels.device_draws import TritonDraws  # imports triton
 
-        return TritonBackend()
+        return TritonDraws()
+    return ops
+
+
+def _cpu_backend(ops: NativeOps | None) -> AttentionBackend:
     return NativeBackend(ops) if ops is not None else CpuBackend()
+
+
+def _triton(cache: KVCache, spec: ModelSpec, dtype: torch.dtype) -> AttentionBackend:
+    from common.kernels.backend import TritonBackend  # imports triton, which the cpu path does without
+    from common.kernels.tuning import TuningFile, tune_attention
+
+    if not cache.data.is_cuda:
+        return TritonBackend()
+    file = TuningFile.of_device(torch.cuda.get_device_name())
+    return TritonBackend(tune_attention(file, cache.layers[0], spec.num_heads, spec.head_dim, dtype))
 
 
 def _prepare_process(num_threads: int) -> None:

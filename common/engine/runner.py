@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
+from common.engine.graphs import DecodeGraphs
 from common.engine.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, StepResult
 from common.engine.runner_protocol import LayerHook
 from common.kv.cache import KVCache
+from common.kv.fence import Fence
 from common.model.backend import AttentionBatch
 from common.model.decoder import Decoder
 from common.request import SampledToken
@@ -23,11 +26,13 @@ class ModelRunner:
         cache: KVCache,
         device: torch.device | str = "cpu",
         draws: DrawCandidates | None = None,  # what narrows draws down; None = full noise
+        graphs: DecodeGraphs | None = None,  # None = every kernel is launched by itself
     ) -> None:
         self._model = model
         self._cache = cache
         self._device = device
         self._draws = draws
+        self._graphs = graphs
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> StepResult:
@@ -35,6 +40,8 @@ class ModelRunner:
         started_s = time.perf_counter()
         self._cache.copy_blocks(plan.block_copies)
         results = self._forward_and_sample(plan.sequences, layer_hook) if plan.sequences else ()
+        if self._cache.fence is not None:
+            self._cache.fence.mark_step()
         return StepResult(plan.step_id, results, time.perf_counter() - started_s)
 
     def _forward_and_sample(
@@ -42,14 +49,30 @@ class ModelRunner:
     ) -> tuple[SequenceResult, ...]:
         batch = build_batch(sequences, self._cache.block_size, self._device)
         token_ids = self._int64([token_id for seq in sequences for token_id in seq.token_ids])
-        ends = batch.cu_seqlens_q[1:].tolist()
+        ends = accumulate(len(seq.token_ids) for seq in sequences)
         sampled = [(seq, end - 1) for seq, end in zip(sequences, ends, strict=True) if seq.samples]
-        rows = self._int64([row for _, row in sampled])
-        logits = self._model.forward(token_ids, batch, self._cache.layers, rows, layer_hook)
+        rows = [row for _, row in sampled]
+        has_all_rows = layer_hook is None and len(sampled) == len(sequences)
+        if has_all_rows and self._graphs is not None and self._graphs.can_run(batch):
+            logits = self._graphs.run(token_ids, batch)
+        else:
+            hook = _marking(self._cache.fence, layer_hook) if self._cache.fence is not None else layer_hook
+            logits = self._model.forward(token_ids, batch, self._cache.layers, self._int64(rows), hook)
         return _sample([seq for seq, _ in sampled], logits, self._draws)
 
     def _int64(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _marking(fence: Fence, layer_hook: LayerHook | None) -> LayerHook:
+    """The hook, after a mark: whoever it tells of a layer finds the mark."""
+
+    def mark_and_tell(num_layers: int) -> None:
+        fence.mark(num_layers)
+        if layer_hook is not None:
+            layer_hook(num_layers)
+
+    return mark_and_tell
 
 
 def build_batch(

@@ -2,14 +2,18 @@
 
 import torch
 
+from common.kv.quantized import is_quantized
+from common.kv.rows import read_rows
 from common.model.backend import AttentionBatch
 
 
-def gather_reference(plane: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """The first `seq_len` rows of a sequence, [seq_len, num_kv_heads, head_dim], from one plane of the cache."""
-    block_size = plane.shape[1]
-    positions = torch.arange(seq_len, device=plane.device)
-    return plane[block_table.long()[positions // block_size], positions % block_size]
+def gather_reference(
+    kv: torch.Tensor, block_table: torch.Tensor, seq_len: int, head_dim: int
+) -> tuple[torch.Tensor, ...]:
+    """K and V of the first `seq_len` tokens of a sequence, [seq_len, num_kv_heads, head_dim], also if quantized."""
+    positions = torch.arange(seq_len, device=kv.device)
+    slots = block_table.long()[positions // kv.shape[2]] * kv.shape[2] + positions % kv.shape[2]
+    return read_rows(kv, slots, head_dim, torch.float32 if is_quantized(kv.dtype) else kv.dtype)
 
 
 def attend_reference(
@@ -46,6 +50,6 @@ def paged_attention_reference(
         rows = slice(bounds[idx], bounds[idx + 1])
         if rows.start == rows.stop or seq_len == 0:
             continue
-        key, value = (gather_reference(plane, batch.block_tables[idx], seq_len) for plane in kv)
+        key, value = gather_reference(kv, batch.block_tables[idx], seq_len, q.shape[2])
         out[rows] = attend_reference(q[rows], key, value, scale, window=window, soft_cap=soft_cap)
     return out

@@ -9,15 +9,19 @@ from common.kernels.decode_attention import decode_attention
 from common.kernels.launch import require_runnable
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.rope_write import rope_and_write
+from common.kernels.tuning import AttentionTiles
 from common.model.backend import AttentionBatch, AttentionOptions
+
+SHORT_QUERY_LEN = 64  # up to here the prefill kernel has smaller tiles, which are not tuned
 
 
 class TritonBackend:
     """`AttentionBackend` by Triton kernels. Stateless; everything runs on the current stream of q's device."""
 
-    def __init__(self) -> None:
-        """Raises RuntimeError where kernels cannot run."""
+    def __init__(self, tiles: AttentionTiles | None = None) -> None:
+        """Raises RuntimeError where kernels cannot run. `tiles` = None is the kernels' own choice."""
         require_runnable()
+        self._tiles = tiles or AttentionTiles()
 
     def rope_and_write(
         self,
@@ -35,5 +39,9 @@ class TritonBackend:
         self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, options: AttentionOptions
     ) -> torch.Tensor:
         """A step of single tokens splits the keys over programs; any other mix goes through the prefill kernel."""
-        attention = decode_attention if batch.max_query_len <= 1 else prefill_attention
-        return attention(q, kv, batch, options.scale, window=options.window, soft_cap=options.soft_cap)
+        parts = (q, kv, batch, options.scale)
+        tuned, window, soft_cap = self._tiles, options.window, options.soft_cap
+        if batch.max_query_len <= 1:
+            return decode_attention(*parts, window=window, soft_cap=soft_cap, tiles=tuned.decode)
+        tiles = tuned.prefill if batch.max_query_len > SHORT_QUERY_LEN else None
+        return prefill_attention(*parts, window=window, soft_cap=soft_cap, tiles=tiles)

@@ -58,7 +58,8 @@ def pack_chunk(cache: torch.Tensor, slots: torch.Tensor, layers: range, payload:
     """Gather the rows of `slots` in `layers` of `cache` into `payload`; zeros for a slot below 0.
 
     cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], contiguous; slots: [num_tokens] int64;
-    payload: [len(layers), 2, num_tokens, num_kv_heads, head_dim], contiguous, on the cache's device.
+    payload: [len(layers), 2, num_tokens, num_kv_heads, head_dim], contiguous, on the cache's device. The last two
+    dimensions of a quantized cache are [1, row_bytes]: rows travel with their scales. Bits equal the reference's.
     """
     _copy_chunk(cache, slots, layers, payload, is_pack=True)
 

@@ -5,15 +5,16 @@ KV head, a second kernel merges the splits. Splits have a fixed length in tokens
 depend on what else is in the batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from common.kernels.attention_reference import paged_attention_reference
+from common.kernels.kv_layout import KVLayout, load_tile
 from common.kernels.launch import jit, launch
-from common.kernels.tiles import normalized, online_softmax, paged_rows, scaled_scores
+from common.kernels.tiles import normalized, online_softmax, paged_slots, scaled_scores
 from common.model.backend import AttentionBatch
 
 decode_attention_reference = paged_attention_reference
@@ -30,11 +31,22 @@ class DecodeTiles:
     num_stages: int
 
 
-def decode_tiles(head_dim: int, dtype: torch.dtype) -> DecodeTiles:
-    """Sized so that nothing spills on any target of tests/tools/kernel_table.py."""
+def decode_tiles(head_dim: int, dtype: torch.dtype, kind: int = 0) -> DecodeTiles:
+    """Sized so that nothing spills on any target of tests/tools/kernel_table.py. `kind` is `KVLayout`'s."""
+    if dtype == torch.float32 and kind:
+        return DecodeTiles(block_n=32 if head_dim <= 128 else 16, num_warps=8, num_stages=1)
     if dtype == torch.float32:
         return DecodeTiles(block_n=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
     return DecodeTiles(block_n=64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
+
+
+def decode_candidates(head_dim: int, dtype: torch.dtype, kind: int = 0) -> list[DecodeTiles]:
+    """What tuning tries, `decode_tiles` first."""
+    default = decode_tiles(head_dim, dtype, kind)
+    if dtype == torch.float32:
+        return [default]
+    small = replace(default, block_n=32, num_warps=2) if head_dim <= 128 else replace(default, num_warps=8)
+    return [default, replace(default, num_stages=2), small]
 
 
 @jit
@@ -50,8 +62,10 @@ def decode_attention_kernel(
     partial_ptr: tl.tensor,  # [num_seqs, num_heads, num_splits, HEAD_DIM] float32
     log_sum_ptr: tl.tensor,  # [num_seqs, num_heads, num_splits] float32: log2 of the softmax denominator
     q_ptr: tl.tensor,  # [num_tokens, num_heads, HEAD_DIM], strides given
-    key_ptr: tl.tensor,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
+    key_ptr: tl.tensor,  # [num_blocks, BLOCK_SIZE, ROW_STRIDE]
     value_ptr: tl.tensor,  # the same
+    key_scale_ptr: tl.tensor,  # the keys' memory as float32; read only if KIND is not PLAIN
+    value_scale_ptr: tl.tensor,
     block_tables_ptr: tl.tensor,  # [num_seqs, max_blocks] int32
     cu_seqlens_q_ptr: tl.tensor,  # [num_seqs + 1] int32
     seq_lens_ptr: tl.tensor,  # [num_seqs] int32
@@ -62,6 +76,7 @@ def decode_attention_kernel(
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
@@ -69,6 +84,7 @@ def decode_attention_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    KIND: tl.constexpr,
 ) -> None:
     """grid: (num_splits, NUM_KV_HEADS, num_seqs)."""
     split = tl.program_id(0)
@@ -82,6 +98,7 @@ def decode_attention_kernel(
         return
     block_table_ptr = block_tables_ptr + seq.to(tl.int64) * block_table_stride
 
+    planes = (key_ptr, value_ptr, key_scale_ptr, value_scale_ptr)
     row = tl.arange(0, GROUP_TILE)
     dim = tl.arange(0, DIM_TILE)
     head = kv_head * GROUP + row
@@ -95,14 +112,14 @@ def decode_attention_kernel(
     for tile_start in range(start, end, BLOCK_N):
         key_pos = tile_start + tl.arange(0, BLOCK_N)
         in_range = (key_pos < end) & (key_pos >= first_key(seq_len, WINDOW))
-        rows = paged_rows(block_table_ptr, key_pos, in_range, kv_head, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
-        offsets = rows[:, None] + dim[None, :]
-        mask = in_range[:, None] & (dim < HEAD_DIM)[None, :]
-        key = tl.load(key_ptr + offsets, mask=mask, other=0.0)
-        value = tl.load(value_ptr + offsets, mask=mask, other=0.0)
-        scores = scaled_scores(query, key, scale, SOFT_CAP)
+        slots = paged_slots(block_table_ptr, key_pos, in_range, BLOCK_SIZE)
+        key, value, scores_scale, value_scale = load_tile(
+            planes, slots, in_range, kv_head, scale,
+            ROW_STRIDE, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, query.dtype, KIND, MASKED=True,
+        )  # fmt: skip
+        scores = scaled_scores(query, key, scores_scale, SOFT_CAP)
         scores = tl.where(in_range[None, :], scores, float("-inf"))
-        acc, row_max, row_sum = online_softmax(scores, value, acc, row_max, row_sum)
+        acc, row_max, row_sum = online_softmax(scores, value, value_scale, acc, row_max, row_sum, KIND)
 
     part = (seq.to(tl.int64) * NUM_KV_HEADS * GROUP + head) * tl.num_programs(0) + split
     tl.store(partial_ptr + (part * HEAD_DIM)[:, None] + dim[None, :], normalized(acc, row_sum), mask=row_mask)
@@ -156,33 +173,39 @@ def merge_splits_kernel(
 
 def decode_attention(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim], last dimension contiguous
-    kv: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim], contiguous
+    kv: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim] or quantized, contiguous
     batch: AttentionBatch,  # at most one new token per sequence
     scale: float,
     *,
     window: int = 0,
     soft_cap: float = 0.0,
+    tiles: DecodeTiles | None = None,
 ) -> torch.Tensor:
-    """Attention of each sequence's one new token; zero where seq_len is 0 (the padding of a captured batch)."""
-    assert kv.is_contiguous()
+    """Attention of each sequence's one new token; zero where seq_len is 0 (the padding of a captured batch).
+
+    For values in [-1, 1] within 1e-5 (float32), 2**-6 (bfloat16; float16 over a quantized cache), 2**-9 (float16) of
+    the float64 reference over the same cache.
+    """
     assert q.stride(-1) == batch.block_tables.stride(-1) == 1
     assert batch.max_query_len <= 1
     _, num_heads, head_dim = q.shape
-    _, _, block_size, num_kv_heads, _ = kv.shape
+    layout = KVLayout.of(kv, head_dim)
     num_seqs = batch.seq_lens.shape[0]
     num_splits = max(1, triton.cdiv(batch.max_seq_len, SPLIT_LEN))
-    group = num_heads // num_kv_heads
+    group = num_heads // layout.num_kv_heads
     dim_tile = triton.next_power_of_2(head_dim)
-    tiles = decode_tiles(head_dim, q.dtype)
+    tiles = tiles or decode_tiles(head_dim, q.dtype, layout.kind)
     partial = torch.empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
     log_sum = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=q.device)
     launch(
-        decode_attention_kernel, (num_splits, num_kv_heads, num_seqs), q.device,
-        partial, log_sum, q, kv[0], kv[1], batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, scale,
+        decode_attention_kernel, (num_splits, layout.num_kv_heads, num_seqs), q.device,
+        partial, log_sum, q, layout.key, layout.value, layout.key_scale, layout.value_scale,
+        batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, scale,
         q.stride(0), q.stride(1), batch.block_tables.stride(0),
-        GROUP=group, GROUP_TILE=max(16, triton.next_power_of_2(group)), BLOCK_SIZE=block_size,
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, BLOCK_N=tiles.block_n,
-        SPLIT=SPLIT_LEN, WINDOW=window, SOFT_CAP=soft_cap, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        GROUP=group, GROUP_TILE=max(16, triton.next_power_of_2(group)), BLOCK_SIZE=kv.shape[2],
+        ROW_STRIDE=layout.row_stride, NUM_KV_HEADS=layout.num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile,
+        BLOCK_N=tiles.block_n, SPLIT=SPLIT_LEN, WINDOW=window, SOFT_CAP=soft_cap, KIND=layout.kind,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(

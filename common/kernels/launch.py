@@ -47,12 +47,17 @@ def nvidia_arch() -> int:
     return int(target.arch) if target.backend == "cuda" else 0
 
 
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few where there is none, so that loops over tiles have something to loop over."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
 def launch(kernel: Kernel, grid: tuple[int, ...], device: torch.device, *args: Any, **meta: Any) -> None:
     """Launch on `device`'s current stream; an empty grid is no launch."""
     if 0 in grid:
         return
     with _launch_scope(device):
-        kernel[grid](*args, enable_fp_fusion=True, **meta)
+        kernel[grid](*args, **({"enable_fp_fusion": True} | meta))
 
 
 def require_runnable() -> None:

@@ -10,10 +10,10 @@ from common.kernels.launch import jit, launch
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in torch: the sum is rounded to the residual's type before it is normalized."""
-    total = (x.float() + residual.float()).to(residual.dtype)
-    scale = torch.rsqrt(total.float().square().mean(-1, keepdim=True) + eps)
-    return (total.float() * scale * weight.float()).to(x.dtype), total
+    """The same in float64: the sum is rounded to the residual's type before it is normalized."""
+    total = (x.double() + residual.double()).to(residual.dtype)
+    scale = torch.rsqrt(total.double().square().mean(-1, keepdim=True) + eps)
+    return (total.double() * scale * weight.double()).to(x.dtype), total
 
 
 @jit
@@ -49,7 +49,10 @@ def add_rms_norm(
     weight: torch.Tensor,  # [hidden]
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(RMSNorm(x + residual) * weight, x + residual), both new."""
+    """(RMSNorm(x + residual) * weight, x + residual), both new.
+
+    Two roundings: within 2 * 2**-p of the reference, relatively (p = 21 in float32, 7 in bfloat16, 10 in float16).
+    """
     assert x.stride(-1) == residual.stride(-1) == 1
     num_tokens, hidden = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

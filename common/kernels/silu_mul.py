@@ -10,8 +10,8 @@ DIM_TILE = 1024
 
 
 def silu_mul_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The same in float32 torch."""
-    return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+    """The same in float64."""
+    return (torch.nn.functional.silu(gate.double()) * up.double()).to(gate.dtype)
 
 
 @jit
@@ -40,7 +40,7 @@ def silu_mul(
     gate: torch.Tensor,  # [num_tokens, size], last dimension contiguous; may be a slice of one fused projection
     up: torch.Tensor,  # the same
 ) -> torch.Tensor:
-    """silu(gate) * up, new."""
+    """silu(gate) * up, new: within 2 * 2**-p of the reference, relatively (p = 21, 7, 10 in float32, bf16, fp16)."""
     assert gate.stride(-1) == up.stride(-1) == 1
     num_tokens, size = gate.shape
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)

@@ -14,19 +14,15 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @jit
-def paged_rows(
+def paged_slots(
     block_table_ptr: tl.tensor,  # [max_blocks] int32: of one sequence
     positions: tl.tensor,
     mask: tl.tensor,
-    kv_head: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Offset of each position's row in one plane [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]."""
+    """The slot (block_id * BLOCK_SIZE + offset) of each position, int64."""
     block_id = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=mask, other=0)
-    slot = block_id.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-    return (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
+    return block_id.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
 @jit
@@ -42,7 +38,7 @@ def dot(lhs: tl.tensor, rhs: tl.tensor) -> tl.tensor:
 def scaled_scores(
     query: tl.tensor,  # [M, D]
     key: tl.tensor,  # [N, D]
-    scale: tl.tensor,
+    scale: tl.tensor,  # a number, or [1, N] where keys have scales of their own
     SOFT_CAP: tl.constexpr,
 ) -> tl.tensor:
     """Scores in units of log2, so that the softmax uses exp2. SOFT_CAP 0 is none."""
@@ -68,9 +64,11 @@ def is_visible(query_pos: tl.tensor, key_pos: tl.tensor, WINDOW: tl.constexpr) -
 def online_softmax(
     scores: tl.tensor,  # [M, N]: -inf where hidden
     value: tl.tensor,  # [N, D]: finite everywhere, also where hidden
+    value_scale: tl.tensor,  # [N]: what the values of a quantized cache must be multiplied with
     acc: tl.tensor,  # [M, D] float32
     row_max: tl.tensor,  # [M]
     row_sum: tl.tensor,  # [M]
+    IS_SCALED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Take one tile into a running softmax (Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023, algorithm 1)."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -78,8 +76,11 @@ def online_softmax(
     finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - finite_max[:, None])
     rescale = tl.exp2(row_max - finite_max)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    if IS_SCALED:
+        weights = weights * value_scale[None, :]
     acc = acc * rescale[:, None] + dot(weights.to(value.dtype), value)
-    return acc, new_max, row_sum * rescale + tl.sum(weights, 1)
+    return acc, new_max, row_sum
 
 
 @jit

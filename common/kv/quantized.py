@@ -52,7 +52,7 @@ def quantize(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     stored = torch.zeros((num_tokens, row_bytes(num_kv_heads, head_dim)), dtype=torch.uint8, device=rows.device)
     code_bytes = num_kv_heads * head_dim
     stored[:, :code_bytes] = codes.view(torch.uint8).flatten(1)
-    scales = (largest / LIMITS[dtype]).contiguous().view(torch.uint8)
+    scales = (largest / LIMITS[dtype]).flatten().view(torch.uint8).view(num_tokens, SCALE_BYTES * num_kv_heads)
     stored[:, code_bytes : code_bytes + SCALE_BYTES * num_kv_heads] = scales
     return stored
 
@@ -60,6 +60,6 @@ def quantize(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def dequantize(stored: torch.Tensor, dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> torch.Tensor:
     """Rows [num_tokens, row_bytes] uint8 back to [num_tokens, num_kv_heads, head_dim] float32."""
     code_bytes = num_kv_heads * head_dim
-    codes = stored[:, :code_bytes].contiguous().view(dtype).view(-1, num_kv_heads, head_dim)
-    scales = stored[:, code_bytes : code_bytes + SCALE_BYTES * num_kv_heads].contiguous().view(torch.float32)
-    return codes.float() * scales.unsqueeze(-1)
+    codes = stored[:, :code_bytes].flatten().view(dtype).view(-1, num_kv_heads, head_dim)
+    scales = stored[:, code_bytes : code_bytes + SCALE_BYTES * num_kv_heads].flatten().view(torch.float32)
+    return codes.float() * scales.view(-1, num_kv_heads, 1)

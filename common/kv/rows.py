@@ -23,4 +23,4 @@ def read_rows(kv: torch.Tensor, slots: torch.Tensor, head_dim: int, dtype: torch
 def _planes(kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Views [num_slots, row] of K and V; of bytes where the cache is quantized."""
     rows = kv.view(torch.uint8) if is_quantized(kv.dtype) else kv
-    return tuple(plane.view(kv.shape[1] * kv.shape[2], -1) for plane in rows)
+    return tuple(plane.view(kv.shape[1] * kv.shape[2], rows.shape[3] * rows.shape[4]) for plane in rows)

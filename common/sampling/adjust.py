@@ -1,11 +1,12 @@
 """What is done to a row of logits before a token is picked: bias, penalties, forbidden tokens."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from common.engine.plan import SampleSpec
+from common.request import SamplingParams
 
 FORBIDDEN = float("-inf")
 
@@ -44,10 +45,18 @@ def _penalize(logits: torch.Tensor, spec: SampleSpec) -> None:
         penalty = params.repetition_penalty
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
     counts = Counter(spec.token_ids[spec.num_prompt_tokens :])
-    if counts and (params.presence_penalty or params.frequency_penalty):
-        num_times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
-        penalties = params.presence_penalty + params.frequency_penalty * num_times
-        logits.index_add_(0, _indices(counts, logits), penalties, alpha=-1)
+    if taken_off := penalty_of(counts, params):
+        penalties = torch.tensor(list(taken_off.values()), dtype=logits.dtype, device=logits.device)
+        logits.index_add_(0, _indices(taken_off, logits), penalties, alpha=-1)
+
+
+def penalty_of(counts: Mapping[int, int], params: SamplingParams) -> dict[int, float]:
+    """What presence and frequency penalty take off each token that was generated so often; {} without penalties."""
+    if not counts or not (params.presence_penalty or params.frequency_penalty):
+        return {}
+    num_times = torch.tensor(list(counts.values()), dtype=torch.float32)
+    penalties = params.presence_penalty + params.frequency_penalty * num_times
+    return dict(zip(counts, penalties.tolist(), strict=True))
 
 
 def _indices(token_ids: Iterable[int], logits: torch.Tensor) -> torch.Tensor:

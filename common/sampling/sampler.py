@@ -12,7 +12,7 @@ import torch
 from common.engine.plan import SampleSpec
 from common.request import SampledToken
 from common.sampling.adjust import adjust, needs_adjustment
-from common.sampling.draw import DrawCandidates, TorchDraws, draw, draw_narrowed
+from common.sampling.draw import DeviceDraws, DrawCandidates, TorchDraws, draw, draw_filtered, draw_narrowed
 from common.sampling.filters import has_filters
 from common.sampling.logprobs import logprobs_of
 
@@ -40,9 +40,9 @@ def sample(
     best, best_ids = (draws or TorchDraws()).best(logits)
     # The best is NaN where any logit is: one pass finds NaN, +inf and rows that are -inf throughout.
     is_finite = best.isfinite().tolist()
-    picking = _adjusted(logits, specs)
+    picking = draws.adjusted(logits, specs) if isinstance(draws, DeviceDraws) else _adjusted(logits, specs)
     if picking is not logits:
-        best_ids = picking.argmax(dim=-1)
+        best_ids = draws.best(picking)[1] if isinstance(draws, DeviceDraws) else picking.argmax(dim=-1)
     token_ids = _pick(picking, best_ids, specs, is_finite, draws)
     may_draw = picking.gather(1, token_ids.unsqueeze(1)).squeeze(1).isfinite().tolist()
     logprobs = logprobs_of(logits, token_ids, specs)
@@ -83,6 +83,8 @@ def _pick(
         narrow_rows = [row for row in drawn_rows if not has_filters(specs[row].params)]
         best_ids = draw_narrowed(logits, best_ids, specs, narrow_rows, draws)
         drawn_rows = [row for row in drawn_rows if has_filters(specs[row].params)]
+    if isinstance(draws, DeviceDraws):
+        return draw_filtered(logits, best_ids, specs, drawn_rows, draws)
     if drawn_rows:
         best_ids = best_ids.clone()
         vocab = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)

@@ -5,6 +5,7 @@ narrowly, or has no matrix instruction where a dot is. Needs no GPU. The interpr
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 
 from common.kernels.chunk import pack_chunk, unpack_chunk
-from common.kernels.decode_attention import decode_attention
+from common.kernels.decode_attention import decode_attention, decode_candidates
 from common.kernels.norm import add_rms_norm
-from common.kernels.prefill_attention import prefill_attention
+from common.kernels.prefill_attention import prefill_attention, prefill_candidates
 from common.kernels.rope_write import rope_and_write
+from common.kernels.sampling import adjust_logits, may_draw, row_best
 from common.kernels.silu_mul import silu_mul
 from tests.common.kernels.cases import Shape, attention_case
 from tests.tools.kernel_compile import TARGETS, Facts, compile_launches
@@ -32,6 +34,7 @@ NARROW_MATRIX = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync",
 EXACT_MATRIX = {"sm_80": "", "sm_90": "", "sm_100": "", "gfx942": "v_mfma"}
 NO_MATRIX = dict.fromkeys(TARGETS, "")
 
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -45,7 +48,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    return [*_attention_cases(), *_other_cases()]
+    return [*_attention_cases(), *_quantized_cases(), *_tuned_cases(), *_other_cases(), *_sampling_cases()]
 
 
 def _attention_cases() -> Iterator[Case]:
@@ -57,13 +60,47 @@ def _attention_cases() -> Iterator[Case]:
     ]
     for label, head_dim, dtype, options in variants:
         shape = Shape(head_dim=head_dim, num_kv_heads=8, group=4, dtype=DTYPES[dtype])
-        for kernel, name, lengths, matrix in (
-            (prefill_attention, "prefill", ((600, 600),), WIDE_MATRIX),
-            (prefill_attention, "prefill short", ((600, 16),), WIDE_MATRIX),
-            (decode_attention, "decode", ((600, 1),), NARROW_MATRIX),
-        ):
-            wanted = EXACT_MATRIX if dtype == "fp32" else matrix
-            yield Case(f"{name} {label}", partial(_attend, kernel, lengths, shape, options), wanted)
+        yield from _attention_case(label, shape, options)
+
+
+def _attention_case(label: str, shape: Shape, options: dict[str, Any]) -> Iterator[Case]:
+    for kernel, name, lengths, matrix in (
+        (prefill_attention, "prefill", ((600, 600),), WIDE_MATRIX),
+        (prefill_attention, "prefill short", ((600, 16),), WIDE_MATRIX),
+        (decode_attention, "decode", ((600, 1),), NARROW_MATRIX),
+    ):
+        wanted = EXACT_MATRIX if shape.dtype == torch.float32 else matrix
+        yield Case(f"{name} {label}", partial(_attend, kernel, lengths, shape, options), wanted)
+
+
+def _tuned_cases() -> Iterator[Case]:
+    """What tuning tries besides the rule: number 1 of prefill's is persistent."""
+    for head_dim, kv_dtype in itertools.product((64, 128, 256), (None, torch.int8)):
+        label = f"{'bf16' if kv_dtype is None else 'bf16/int8'} {head_dim}"
+        shape = Shape(head_dim, num_kv_heads=8, group=4, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+        for idx in (1, 2):
+            yield Case(f"prefill tuned {idx} {label}", partial(_attend_tuned, shape, idx, "prefill"), WIDE_MATRIX)
+            yield Case(f"decode tuned {idx} {label}", partial(_attend_tuned, shape, idx, "decode"), NARROW_MATRIX)
+
+
+def _attend_tuned(shape: Shape, idx: int, name: str) -> None:
+    parts = (shape.head_dim, shape.dtype, int(shape.kv_dtype is not None))
+    if name == "prefill":
+        _attend(prefill_attention, ((600, 600),), shape, {"tiles": prefill_candidates(*parts)[idx]})
+    else:
+        _attend(decode_attention, ((600, 1),), shape, {"tiles": decode_candidates(*parts)[idx]})
+
+
+def _quantized_cases() -> Iterator[Case]:
+    """`bf16/int8`: a bfloat16 model over an INT8 cache."""
+    kinds = [(kind, head_dim, dtype) for kind in KV_DTYPES for head_dim in (64, 80, 128, 256) for dtype in ("bf16",)]
+    kinds += [("int8", 128, "fp16"), ("fp8", 128, "fp16"), ("int8", 128, "fp32"), ("fp8", 64, "fp32")]
+    for kind, head_dim, dtype in kinds:
+        shape = Shape(head_dim, num_kv_heads=8, group=4, dtype=DTYPES[dtype], kv_dtype=KV_DTYPES[kind])
+        label = f"{dtype}/{kind} d{head_dim}"
+        yield from _attention_case(label, shape, {})
+        if head_dim in (64, 128):
+            yield Case(f"rope_and_write {label}", partial(_rope, shape), NO_MATRIX)
 
 
 def _attend(kernel: Any, lengths: Any, shape: Shape, options: dict[str, Any]) -> None:
@@ -83,6 +120,16 @@ def _other_cases() -> Iterator[Case]:
             yield Case(f"add_rms_norm {dtype} {hidden}", partial(add_rms_norm, x, x, x[0], 1e-5), NO_MATRIX)
         x = torch.ones(4, 11008, dtype=DTYPES[dtype])
         yield Case(f"silu_mul {dtype}", partial(silu_mul, x, x), NO_MATRIX)
+
+
+def _sampling_cases() -> Iterator[Case]:
+    logits, rows, numbers = torch.zeros(2, 49152), torch.arange(2), torch.ones(2)
+    keys = torch.zeros((2, 2), dtype=torch.int32)
+    yield Case("sample best", partial(row_best, logits), NO_MATRIX)
+    yield Case("sample filter", partial(may_draw, logits, rows, numbers), NO_MATRIX)
+    yield Case("sample draw", partial(may_draw, logits, rows, numbers, numbers, keys), NO_MATRIX)
+    place = torch.arange(1000)
+    yield Case("sample adjust", partial(adjust_logits, logits, place, torch.ones(4, 1000)), NO_MATRIX)
 
 
 def _rope(shape: Shape) -> None:

@@ -190,3 +190,26 @@ def test_far_blocks_have_64_bit_slots() -> None:
 def test_a_short_block_table_is_a_bug_that_names_the_sequence() -> None:
     with pytest.raises(ValueError, match="sequence 9: 1 blocks, 2 needed"):
         build_batch((ScheduledSequence(9, (5, 6), 7, (4,)),), 8)
+
+
+def test_layers_are_marked_before_anybody_hears_of_them(loaded: LoadedModel) -> None:
+    """On a GPU a layer's kernels are only launched by then; a copy finds the mark that it must wait for."""
+    log: list[object] = []
+
+    class LoggingFence:
+        def mark(self, num_layers: int) -> None:
+            log.append(f"mark {num_layers}")
+
+        def mark_step(self) -> None:
+            log.append("mark step")
+
+        def wait_for_layers(self, stream: object, num_layers: int) -> None: ...
+
+        def wait_for_all(self, stream: object) -> None: ...
+
+    loaded.cache.fence = LoggingFence()
+    plan = StepPlan(0, (generations(GREEDY)[0].schedule(0, 4),))
+    loaded.runner.run(plan, log.append)
+    assert log == ["mark 1", 1, "mark 2", 2, "mark step"]
+    loaded.runner.run(plan)
+    assert log[5:] == ["mark 1", "mark 2", "mark step"]

@@ -5,11 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
+from common.kv.quantized import LIMITS, is_quantized, row_bytes
+from common.kv.rows import write_rows
 from common.model.backend import AttentionBatch
 
 # Error bounds for values in [-1, 1]. An attention output is a mean of values: its weights are rounded to the type
 # (relative 2**-p, p significand bits; the interpreter truncates, which doubles it) and so is the output itself.
 ATTENTION_BOUND = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7 + 1e-5, torch.float16: 2 * 2**-10 + 1e-5}
+# A float16 model's weights are bfloat16 where they carry the scales of a quantized cache.
+QUANTIZED_ATTENTION_BOUND = ATTENTION_BOUND | {torch.float16: ATTENTION_BOUND[torch.bfloat16]}
 # One operation in float32, rounded (or truncated) once: relative to the largest magnitude that took part.
 ROUNDING_BOUND = {torch.float32: 2**-21, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
@@ -25,6 +29,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     is_sliced: bool = False  # q is a slice of a wider tensor, as out of a fused projection
     poison: float = float("nan")
+    kv_dtype: torch.dtype | None = None  # of a quantized cache; None = `dtype`
     device: str = "cpu"
 
 
@@ -42,9 +47,7 @@ def attention_case(lengths: Sequence[tuple[int, int]], shape: Shape, seed: int =
     counts = [-(-seq_len // shape.block_size) for seq_len, _ in lengths]
     order = torch.randperm(sum(counts) + 3, generator=generator).to(torch.int32)
     block_tables = torch.zeros(len(lengths), max([*counts, 1]), dtype=torch.int32)
-    kv = torch.full(
-        (2, len(order), shape.block_size, shape.num_kv_heads, shape.head_dim), shape.poison, dtype=shape.dtype
-    )
+    kv = poisoned_cache(len(order), shape)
     slots, positions = [], []
     for idx, (seq_len, query_len) in enumerate(lengths):
         block_tables[idx, : counts[idx]] = order[sum(counts[:idx]) :][: counts[idx]]
@@ -52,7 +55,7 @@ def attention_case(lengths: Sequence[tuple[int, int]], shape: Shape, seed: int =
         slot = block_tables[idx].long()[position // shape.block_size] * shape.block_size
         slot = slot + position % shape.block_size
         rows = _uniform((2, seq_len, shape.num_kv_heads, shape.head_dim), generator, shape.dtype)
-        kv.flatten(1, 2)[:, slot] = rows
+        write_rows(kv, slot, *rows)
         slots.append(slot[seq_len - query_len :])
         positions.append(position[seq_len - query_len :])
     query_lens = [query_len for _, query_len in lengths]
@@ -67,6 +70,27 @@ def attention_case(lengths: Sequence[tuple[int, int]], shape: Shape, seed: int =
     )
     q = _queries(sum(query_lens), shape, generator)
     return AttentionCase(q, kv.to(shape.device), batch, scale=2.0 * shape.head_dim**-0.5)
+
+
+def poisoned_cache(num_blocks: int, shape: Shape) -> torch.Tensor:
+    """One layer in which no slot is written; quantized: every scale is NaN."""
+    size = (2, num_blocks, shape.block_size)
+    if shape.kv_dtype is None:
+        return torch.full((*size, shape.num_kv_heads, shape.head_dim), shape.poison, dtype=shape.dtype)
+    row = (1, row_bytes(shape.num_kv_heads, shape.head_dim))
+    return torch.full((*size, *row), 0xFF, dtype=torch.uint8).view(shape.kv_dtype)
+
+
+def attention_bound(case: AttentionCase) -> float:
+    """Of the float64 reference over the same cache."""
+    bounds = QUANTIZED_ATTENTION_BOUND if is_quantized(case.kv.dtype) else ATTENTION_BOUND
+    return bounds[case.q.dtype]
+
+
+def code_step(rows: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
+    """Distance of neighbouring codes at values [..., head_dim] of a quantized cache."""
+    scale = rows.abs().amax(-1, keepdim=True) / LIMITS[kv_dtype]
+    return scale.expand_as(rows) if kv_dtype == torch.int8 else (rows.abs() / 8).maximum(scale / 512)
 
 
 def projections(

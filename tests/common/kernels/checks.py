@@ -14,21 +14,33 @@ from common.kernels.decode_attention import SPLIT_LEN, decode_attention, decode_
 from common.kernels.norm import add_rms_norm, add_rms_norm_reference
 from common.kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from common.kernels.rope_write import rope_and_write, rope_and_write_reference
+from common.kernels.sampling import (
+    adjust_logits,
+    adjust_logits_reference,
+    may_draw,
+    may_draw_reference,
+    row_best,
+    row_best_reference,
+)
 from common.kernels.silu_mul import silu_mul, silu_mul_reference
+from common.kv.rows import read_rows
 from tests.common.kernels.cases import (
-    ATTENTION_BOUND,
     ROUNDING_BOUND,
     AttentionCase,
     Shape,
     angles,
+    attention_bound,
     attention_case,
+    code_step,
     equal_bits,
+    poisoned_cache,
     projections,
     random_bits,
 )
 from tests.common.kernels.pairwise import Case, pairwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KV_DTYPES = (None, torch.int8, torch.float8_e4m3fn)
 SHAPE_AXES: dict[str, tuple[Any, ...]] = {
     "head_dim": (16, 24, 64, 80, 96, 128, 256),
     "group": (1, 2, 3, 4, 5, 6, 7, 8),
@@ -37,6 +49,7 @@ SHAPE_AXES: dict[str, tuple[Any, ...]] = {
     "dtype": DTYPES,
     "is_sliced": (False, True),
     "poison": (float("nan"), float("inf")),
+    "kv_dtype": KV_DTYPES,
 }
 OPTION_AXES: dict[str, tuple[Any, ...]] = {"window": (0, 1, 7, 64), "soft_cap": (0.0, 2.0)}
 # (seq_len, query_len) per sequence: block_size and tile edges, cached prefixes of any length, and no work at all.
@@ -64,10 +77,11 @@ NUM_LAYERS, NUM_SLOTS = 4, 64
 def compare_attention(kernel: Any, reference: Any, case: AttentionCase, **options: Any) -> None:
     """Within the type's bound of float64, finite though every unused slot is poisoned."""
     out = kernel(case.q, case.kv, case.batch, case.scale, **options)
+    options.pop("tiles", None)
     expected = reference(case.q, case.kv, case.batch, case.scale, **options)
     assert out.dtype == case.q.dtype
     assert out.isfinite().all()
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=ATTENTION_BOUND[case.q.dtype])
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=attention_bound(case))
 
 
 def check_prefill(case: Case, device: str) -> None:
@@ -87,13 +101,13 @@ def _attention_inputs(case: Case, device: str) -> tuple[AttentionCase, dict[str,
 
 def check_rope_and_write(case: Case, device: str) -> None:
     """The whole cache is compared: -3 marks a slot that nobody wrote."""
-    q, k, v = (x.to(device) for x in projections(**case))
+    q, k, v = (x.to(device) for x in projections(**{n: value for n, value in case.items() if n != "kv_dtype"}))
     num_tokens, num_kv_heads, head_dim = k.shape
     generator = torch.Generator().manual_seed(1)
     slots = torch.randperm(9 * 16, generator=generator)[:num_tokens].to(device)
     positions = torch.randint(200, (num_tokens,), generator=generator).to(device)
-    size = (2, 9, 16, num_kv_heads, head_dim)
-    caches = [torch.full(size, -3.0, dtype=case["dtype"], device=device) for _ in range(2)]
+    shape = Shape(head_dim, num_kv_heads, dtype=case["dtype"], poison=-3.0, kv_dtype=case["kv_dtype"])
+    caches = [poisoned_cache(9, shape).to(device) for _ in range(2)]
     before = [x.clone() for x in (q, k, v)]
     cos_sin = angles(head_dim).to(device)
     rotated = rope_and_write(q, k, v, cos_sin, positions, caches[0], slots)
@@ -101,8 +115,26 @@ def check_rope_and_write(case: Case, device: str) -> None:
     # |x cos + y sin| <= 2 for inputs in [-1, 1]
     bound = 2 * ROUNDING_BOUND[case["dtype"]]
     torch.testing.assert_close(rotated, expected, rtol=0, atol=bound)
-    torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=bound)
+    if case["kv_dtype"] is None:
+        torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=bound)
+    else:
+        compare_codes(caches, slots, head_dim)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
+
+
+def compare_codes(caches: list[torch.Tensor], slots: torch.Tensor, head_dim: int) -> None:
+    """Written rows are at most one code apart, and rarely that; every other byte is equal."""
+    ours, expected = (
+        torch.stack(read_rows(kv, slots, head_dim, torch.float32)).flatten(0, 1) for kv in caches
+    )  # [2 * num_tokens, num_kv_heads, head_dim]
+    # in steps between codes; scales may differ in their last bits
+    distance = (ours - expected).abs() / code_step(expected, caches[0].dtype).clamp(min=1e-9)
+    assert (distance <= 1.001).all()
+    assert (distance > 0.01).float().sum() <= 1 + 0.01 * distance.numel()
+    unwritten = [kv.view(torch.uint8).flatten(1, 2).clone() for kv in caches]
+    for rows in unwritten:
+        rows[:, slots] = 0
+    assert torch.equal(*unwritten)
 
 
 def check_pack(case: Case, device: str) -> None:
@@ -147,6 +179,43 @@ def check_silu_mul(case: Case, device: str) -> None:
     torch.testing.assert_close(silu_mul(gate, up), silu_mul_reference(gate, up), rtol=bound, atol=1e-6)
 
 
+def check_row_best(case: Case, device: str) -> None:
+    """Exactly, ties to the first."""
+    logits = _logits(case, device)
+    for ours, expected in zip(row_best(logits), row_best_reference(logits), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def check_may_draw(case: Case, device: str) -> None:
+    """Exactly: a comparison."""
+    logits = _logits(case, device)
+    rows = torch.arange(case["num_rows"], device=device).flip(0)
+    floors = logits[rows].nan_to_num().median(1).values if len(rows) else torch.zeros(0, device=device)
+    assert torch.equal(may_draw(logits, rows, floors), may_draw_reference(logits, rows, floors))
+
+
+def check_adjust_logits(case: Case, device: str) -> None:
+    """Exactly: the same operations, each rounded once."""
+    logits = _logits(case, device).contiguous()
+    expected = logits.clone()
+    generator = torch.Generator().manual_seed(3)
+    place = torch.randperm(logits.numel(), generator=generator)[: case["num_entries"]].to(device)
+    values = torch.rand((4, len(place)), generator=generator) + 0.5
+    values[3] = (values[3] > 1.3).float()
+    adjust_logits(logits, place, values.to(device))
+    adjust_logits_reference(expected, place, values.to(device))
+    assert torch.equal(logits.nan_to_num(1e9), expected.nan_to_num(1e9))
+
+
+def _logits(case: Case, device: str) -> torch.Tensor:
+    """[num_rows, vocab_size] with ties; some rows hold NaN or -inf."""
+    size = (case["num_rows"], case["vocab_size"] + case["is_sliced"])
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(0)).mul_(50).round_().div_(8)
+    logits[1::3, 0] = float("nan")
+    logits[2::3, :1] = float("-inf")
+    return logits.to(device)[:, : case["vocab_size"]]
+
+
 def _halves(case: Case, scale: float, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Two [num_tokens, size] tensors: halves of one fused projection, or tensors of their own."""
     generator = torch.Generator().manual_seed(0)
@@ -171,6 +240,7 @@ _ROPE_AXES = {
     "head_dim": (16, 24, 64, 80, 96, 128, 256),
     "dtype": DTYPES,
     "is_fused": (True, False),
+    "kv_dtype": KV_DTYPES,
 }
 _CHUNK_AXES = {
     "num_tokens": (0, 1, 15, 16, 17, 33),
@@ -186,6 +256,12 @@ _ROW_AXES = {
     "dtype": DTYPES,
     "is_sliced": (False, True),
 }
+_SAMPLE_AXES = {
+    "num_rows": (0, 1, 4),
+    "vocab_size": (1, 127, 128, 129, 4095, 4097, 9000),
+    "is_sliced": (False, True),
+    "num_entries": (0, 1, 255, 257),
+}
 GRIDS = {
     "prefill_attention": Grid(check_prefill, pairwise({"batch": PREFILL_BATCHES, **_ATTENTION_AXES})),
     "decode_attention": Grid(check_decode, pairwise({"batch": DECODE_BATCHES, **_ATTENTION_AXES})),
@@ -193,5 +269,8 @@ GRIDS = {
     "pack_chunk": Grid(check_pack, pairwise(_CHUNK_AXES)),
     "unpack_chunk": Grid(check_unpack, pairwise(_CHUNK_AXES)),
     "add_rms_norm": Grid(check_add_rms_norm, pairwise(_ROW_AXES)),
+    "row_best": Grid(check_row_best, pairwise(_SAMPLE_AXES)),
+    "may_draw": Grid(check_may_draw, pairwise(_SAMPLE_AXES)),
+    "adjust_logits": Grid(check_adjust_logits, pairwise(_SAMPLE_AXES)),
     "silu_mul": Grid(check_silu_mul, pairwise(_ROW_AXES)),
 }

@@ -1,13 +1,14 @@
 """Both attention kernels against the float64 reference, unused slots poisoned throughout."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from common.kernels.decode_attention import SPLIT_LEN, decode_attention, decode_attention_reference
-from common.kernels.prefill_attention import prefill_attention, prefill_attention_reference
+from common.kernels.prefill_attention import prefill_attention, prefill_attention_reference, prefill_tiles
 from common.model.backend import AttentionBatch
 from tests.common.kernels.cases import AttentionCase, Shape, attention_case
 from tests.common.kernels.checks import GRIDS, compare_attention
@@ -27,6 +28,28 @@ def test_decode_matches_float64_reference(case: Case) -> None:
 def test_prefill_kernel_serves_single_tokens_among_chunks() -> None:
     mixed = attention_case(((300, 1), (90, 40), (17, 1)), Shape())
     compare_attention(prefill_attention, prefill_attention_reference, mixed)
+
+
+@pytest.mark.parametrize("kv_dtype", (None, torch.int8))
+def test_persistent_prefill_gives_the_same_bits(kv_dtype: torch.dtype | None) -> None:
+    """More tiles than programs, so that every program takes several."""
+    case = attention_case(((300, 200), (40, 1), (0, 0), (90, 90)), Shape(dtype=torch.bfloat16, kv_dtype=kv_dtype))
+    tiles = prefill_tiles(200 * 2, 64, torch.bfloat16)
+    expected = prefill_attention(case.q, case.kv, case.batch, case.scale, tiles=tiles)
+    persistent = replace(tiles, is_persistent=True)
+    assert torch.equal(prefill_attention(case.q, case.kv, case.batch, case.scale, tiles=persistent), expected)
+
+
+@pytest.mark.parametrize(("kv_dtype", "bound"), ((torch.int8, 0.015), (torch.float8_e4m3fn, 0.05)), ids=str)
+def test_a_quantized_cache_is_near_float64_attention_over_what_was_written(kv_dtype: torch.dtype, bound: float) -> None:
+    """Values in [-1, 1] and scores of a few units: the whole error of storing KV in codes."""
+    lengths = ((300, 1), (33, 1), (64, 1))
+    exact = attention_case(lengths, Shape())
+    coded = attention_case(lengths, Shape(kv_dtype=kv_dtype))
+    expected = decode_attention_reference(exact.q, exact.kv, exact.batch, exact.scale)
+    for kernel in (decode_attention, prefill_attention):
+        out = kernel(coded.q, coded.kv, coded.batch, coded.scale)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=bound)
 
 
 def test_decode_of_empty_sequence_is_zero() -> None:

@@ -10,13 +10,23 @@ import triton.language as tl
 
 import common.kernels
 from common.kernels.launch import jit, launch
-from common.kernels.tiles import paged_rows
+from common.kernels.tiles import paged_slots
 
 SOURCES = sorted(Path(common.kernels.__file__).parent.glob("*.py"))
 # What a row index is multiplied with on its way to an offset.
-STRIDES = {"BLOCK_SIZE", "NUM_KV_HEADS", "HEAD_DIM", "ROW_WORDS", "HIDDEN", "SIZE", "num_slots", "num_tokens"}
+STRIDES = {
+    "BLOCK_SIZE",
+    "NUM_KV_HEADS",
+    "HEAD_DIM",
+    "ROW_WORDS",
+    "HIDDEN",
+    "SIZE",
+    "num_slots",
+    "num_tokens",
+    "ROW_STRIDE",
+}
 # Indices that stay small: a head index times a head's stride is below one row of the cache.
-SMALL = {"head", "kv_head", "member", "row"}
+SMALL = {"head", "kv_head", "member", "row", "num_tiles"}
 
 
 def narrow_products(source: str) -> list[str]:
@@ -60,7 +70,7 @@ def test_every_offset_is_64_bit(path: Path) -> None:
     assert narrow_products(path.read_text()) == []
 
 
-@pytest.mark.parametrize("name", ("tiles", "prefill_attention", "decode_attention", "rope_write", "chunk", "norm"))
+@pytest.mark.parametrize("name", ("kv_layout", "prefill_attention", "decode_attention", "rope_write", "chunk", "norm"))
 def test_lint_sees_a_cast_that_is_dropped(name: str) -> None:
     source = next(path for path in SOURCES if path.stem == name).read_text()
     assert narrow_products(source.replace(".to(tl.int64)", "")) != []
@@ -69,10 +79,10 @@ def test_lint_sees_a_cast_that_is_dropped(name: str) -> None:
 @jit
 def rows_kernel(out_ptr: tl.tensor, block_table_ptr: tl.tensor, COUNT: tl.constexpr) -> None:
     position = tl.arange(0, COUNT)
-    tl.store(out_ptr + position, paged_rows(block_table_ptr, position, position >= 0, 0, 16, 8, 256))
+    tl.store(out_ptr + position, paged_slots(block_table_ptr, position, position >= 0, 16) * (8 * 256))
 
 
-def test_paged_rows_beyond_31_bits_are_exact() -> None:
+def test_paged_slots_beyond_31_bits_are_exact() -> None:
     """Block 70000 of a stride of 16 * 8 * 256 = 32768 elements starts beyond 2**31."""
     out = torch.zeros(32, dtype=torch.int64)
     launch(rows_kernel, (1,), out.device, out, torch.tensor([70_000, 3], dtype=torch.int32), COUNT=32)
