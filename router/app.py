@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,9 @@ async def _traces(config: RouterConfig, model: ServedModel, metrics: Metrics) ->
 async def _service(
     config: RouterConfig, metrics: Metrics, exporter: OtlpExporter | None
 ) -> AsyncIterator[RouterService]:
-    reader = RedisIndexReader(config.redis_url, config.namespace)
+    metrics.inc("pdserve_index_errors", 0, op="lookup")
+    count_failure = partial(metrics.inc, "pdserve_index_errors", op="lookup")
+    reader = RedisIndexReader(config.redis_url, config.namespace, on_failed=count_failure)
     index = MirroredIndexReader(reader, config.redis_url, config.namespace)
     registry = RedisRegistry(config.redis_url, config.namespace)
     on_end = exporter.add if exporter is not None else None

@@ -36,8 +36,10 @@ class RedisIndexReader:
         namespace: str,
         budget_s: float = BUDGET_S,
         clock: Callable[[], float] = time.monotonic,
+        on_failed: Callable[[], None] = lambda: None,
     ) -> None:
         self.counts = ReaderCounts()
+        self._on_failed = on_failed
         self._redis = connect(redis_url, budget_s, max_connections=16)
         self._lookup = self._redis.register_script(LOOKUP)
         self._keys = Keys(namespace)
@@ -66,6 +68,7 @@ class RedisIndexReader:
                 depths = await self._ask(hashes, workers)
         except REDIS_ERRORS:
             self.counts.num_failed += 1
+            self._on_failed()
             self._breaker.failed(self._clock())
             return {}
         self._breaker.succeeded()

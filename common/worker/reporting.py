@@ -12,14 +12,20 @@ STATS_INTERVAL_S = 0.25
 
 
 async def report_stats(
-    stats_now: Callable[[], WorkerStats], broadcast: Callable[[WorkerStats], None], metrics: Metrics
+    stats_now: Callable[[], WorkerStats],
+    broadcast: Callable[[WorkerStats], None],
+    metrics: Metrics,
+    interval_s: float = STATS_INTERVAL_S,
 ) -> None:
     """Until cancelled, often enough that silence means trouble."""
+    num_preemptions = 0
     while True:
         stats = stats_now()
         broadcast(stats)
         record_stats(metrics, stats)
-        await asyncio.sleep(STATS_INTERVAL_S)
+        metrics.inc("pdserve_preemptions", stats.num_preemptions - num_preemptions)
+        num_preemptions = stats.num_preemptions
+        await asyncio.sleep(interval_s)
 
 
 def record_stats(metrics: Metrics, stats: WorkerStats) -> None:

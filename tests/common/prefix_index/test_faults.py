@@ -54,7 +54,8 @@ async def test_no_redis_answers_nothing_and_stops_asking_after_three_failures(tm
     with redis_box(binaries()[0], tmp_path) as box:
         box.kill()
         clock = Clock()
-        reader = RedisIndexReader(box.url, "ns", clock=clock)
+        told: list[None] = []
+        reader = RedisIndexReader(box.url, "ns", clock=clock, on_failed=lambda: told.append(None))
         for _ in range(50):
             assert await reader.longest_prefix(PROMPT, [WHO.ref]) == {}
         assert (reader.counts.num_failed, reader.counts.num_skipped) == (3, 47)
@@ -63,6 +64,7 @@ async def test_no_redis_answers_nothing_and_stops_asking_after_three_failures(tm
         for _ in range(10):
             assert await reader.longest_prefix(PROMPT, [WHO.ref]) == {}
         assert (reader.counts.num_failed, reader.counts.num_skipped) == (4, 56)
+        assert len(told) == 4
         await reader.close()
 
 

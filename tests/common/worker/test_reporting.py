@@ -1,9 +1,11 @@
 """What a worker's messages to routers say of handoffs is in its metrics."""
 
+import pytest
+
 from common.ids import AttemptId, RequestId
-from common.messages import HandoffReport, TransferFailed
+from common.messages import HandoffReport, TransferFailed, WorkerStats
 from common.telemetry.metrics import Metrics
-from common.worker.reporting import record_message
+from common.worker.reporting import record_message, report_stats
 
 ATTEMPT = AttemptId(RequestId("r"), 1)
 
@@ -31,3 +33,16 @@ def test_a_shipped_handoff_is_measured_and_a_local_one_is_not() -> None:
         record_message(metrics, report)
     (count,) = lines_of(metrics, "pdserve_kv_transfer_bytes_count")
     assert count.endswith(" 1.0")
+
+
+async def test_preemptions_are_counted_by_what_was_added() -> None:
+    metrics = Metrics("tiny", "decode", "decode-0")
+    counts = iter([0, 2, 2, 5])
+
+    def stats_now() -> WorkerStats:
+        return WorkerStats(num_preemptions=next(counts))  # until there are no more
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await report_stats(stats_now, lambda stats: None, metrics, interval_s=0.0)
+    (count,) = lines_of(metrics, "pdserve_preemptions_total")
+    assert count.endswith(" 5.0")
