@@ -1,4 +1,4 @@
-"""Faults around pdserve: Redis, Ray, the host, operators and clients."""
+"""Faults around pdserve: Redis, the host, operators and clients."""
 
 import asyncio
 import json
@@ -49,16 +49,6 @@ def silence_redis(for_s: float) -> Act:
             await asyncio.sleep(for_s)
         scene.lifted()
         return f"redis: {proof} for {for_s:g} s"
-
-    return act
-
-
-def kill_gcs() -> Act:
-    """Ray's head is gone; the supervisor of one machine does not outlive it, but what runs must finish right."""
-
-    async def act(scene: Scene) -> str:
-        scene.begins()
-        return f"gcs_server: {await scene.rig.kill(scene.rig.gcs_pid())}"
 
     return act
 

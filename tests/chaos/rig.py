@@ -80,9 +80,6 @@ class Rig:
         """A client; close it."""
         return redis.Redis.from_url(self.router_config()["redis_url"], socket_timeout=5)
 
-    def gcs_pid(self) -> int:
-        return self._pid_of("gcs_server")
-
     def _pid_of(self, *marks: str) -> int:
         for child in descendants(self.cluster.process.pid):
             try:

@@ -123,7 +123,7 @@ RUNBOOK: tuple[Entry, ...] = (
         "Redis is away, silent, wiped or full",
         ("redis",),
         "nothing",
-        "fewer `pdserve_prompt_tokens_cached`; `pdserve_index_lookup_seconds` at its bound of 50 ms",
+        "`pdserve_index_errors`; fewer `pdserve_prompt_tokens_cached`",
         "nothing per request; `index_stale_hit`",
         "the prefix hit rate falls; scaling waits until Redis is back",
         "bring it back; workers say everything again within seconds",
