@@ -154,6 +154,15 @@ def test_pdserve_accepts_the_rendered_configuration(render: Render, value_set: s
     assert config.autoscale.router_url == f"http://{router['metadata']['name']}:{config.router.http_port}"
 
 
+@pytest.mark.parametrize(("memory", "may_change"), [("4Gi", "true"), ("8Gi", "false")])
+def test_workers_change_roles_only_where_the_pods_are_alike(helm: Helm, memory: str, may_change: str) -> None:
+    """A KV cache that fits the pods of one pool need not fit those of the other."""
+    setting = f"decode.resources.limits.memory={memory}"
+    done = helm("template", "pd", str(CHART), "--set", setting, "--show-only", "templates/configmap.yaml")
+    assert done.returncode == 0, done.stderr
+    assert f"change_roles: {may_change}" in done.stdout
+
+
 @pytest.mark.parametrize("value_set", VALUE_SETS)
 def test_every_reference_has_its_target(render: Render, value_set: str) -> None:
     """Mounts have volumes, volumes have ConfigMaps, probes and Services have ports."""

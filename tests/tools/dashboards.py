@@ -155,6 +155,22 @@ WORKERS = (
             ),
         ),
     ),
+    Panel(
+        "Role changes",
+        "short",
+        (
+            (
+                f"sum by (worker, to_role) (increase(pdserve_role_changes_total{{{_WORKER}}}[5m]))",
+                "{{worker}} to {{to_role}}",
+            ),
+            (
+                f"{rate('pdserve_role_change_seconds_sum', 'role', _WORKER)}"
+                f" / {rate('pdserve_role_change_seconds_count', 'role', _WORKER)}",
+                "seconds to {{role}} (mean)",
+            ),
+        ),
+        "Workers that took the other role, their weights kept, in 5 minutes; and how long it took, the drain included.",
+    ),
     Panel("KV received", "Bps", ((rate("pdserve_kv_transfer_bytes_sum", "worker", _WORKER), "{{worker}}"),)),
 )
 

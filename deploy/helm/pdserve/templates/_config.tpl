@@ -1,4 +1,5 @@
-{{/* pdserve.yaml: what the values decide, over what the user set under `config`. */}}
+{{/* pdserve.yaml: what the values decide, over what the user set under `config`. A worker takes the other pool's role only
+     where the pods are alike: its KV cache has to fit. */}}
 {{- define "pdserve.config" -}}
 {{- $model := dict
   "path" .Values.model.path
@@ -8,6 +9,7 @@
   "prefill" .Values.prefill.replicas
   "decode" .Values.decode.replicas
   "drain_grace_s" (sub .Values.decode.terminationGracePeriodSeconds 15)
+  "change_roles" (eq (toJson .Values.prefill.resources) (toJson .Values.decode.resources))
   "start_limit_s" 3600 -}}
 {{- $autoscale := dict
   "prefill_min" (max 1 .Values.prefill.minReplicas)
