@@ -1,7 +1,6 @@
 """Talks to a router's administration API, for commands that look at a cluster or change it. Standard library only."""
 
 import json
-import os
 import ssl
 import time
 import urllib.error
@@ -10,11 +9,10 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from deploy.credentials import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, admin_key_of_environment
 from deploy.trust import CA_VARIABLE, trusting_ca, trusting_only
 
 TIMEOUT_S = 10.0
-# The key travels in the environment: a command line is there for every user of the machine to read.
-KEY_VARIABLE = "PDSERVE_ROUTER_ADMIN_KEY"
 _POLL_INTERVAL_S = 0.2
 
 
@@ -35,7 +33,7 @@ class AdminClient:
     def __init__(self, url: str, key: str | None = None, cert_file: str = "") -> None:
         self._url = url.rstrip("/")
         self._cert_file = cert_file
-        self._key = os.environ.get(KEY_VARIABLE, "") if key is None else key
+        self._key = admin_key_of_environment() if key is None else key
 
     def state(self) -> dict[str, Any]:
         """Everything about the workers."""
@@ -68,7 +66,7 @@ class AdminClient:
 
     def model_name(self) -> str:
         """What the API calls the model."""
-        return str(self._call("GET", "/v1/models")["data"][0]["id"])
+        return str(next(self.snapshots())["router"]["model"])
 
     def scale(self, sizes: Mapping[str, int]) -> None:
         self._call("POST", "/admin/v1/pools", sizes)
@@ -155,7 +153,8 @@ def _count(workers: list[dict[str, Any]], sizes: Mapping[str, int]) -> dict[str,
 
 def _message(status: int, content: bytes) -> str:
     if status == 401:
-        return f"the router asks for its admin key: put it into ${KEY_VARIABLE}"
+        variables = f"${ADMIN_KEY_VARIABLE}, or its file into ${ADMIN_KEY_FILE_VARIABLE}"
+        return f"the router asks for its admin key: put it into {variables}"
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -15,6 +15,7 @@ from common.config import ClusterConfig
 from common.pools import PoolStore
 from deploy.admin import AdminClient
 from deploy.autoscale_loop import AutoscaleLoop
+from deploy.credentials import admin_key_of
 from deploy.loading_watch import watch_loading
 from deploy.placement import RAY_NAMESPACE, ClusterPlacement, Placement
 from deploy.process import StartFailed
@@ -91,7 +92,7 @@ class _Controller:
         if not settings.enabled:
             return None
         urls = [url.strip() for url in settings.router_url.split(",")]
-        clients = [AdminClient(url, self._config.router.admin_key or None) for url in urls if url]
+        clients = [AdminClient(url, admin_key_of(self._config.router) or None) for url in urls if url]
         return AutoscaleLoop(settings, clients, self._report)
 
     async def _until_stopped(self, stop: StopRequest) -> int:

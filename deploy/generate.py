@@ -12,6 +12,7 @@ import grpc
 from common.grpc_options import channel_options
 from common.pb import generation_pb2 as pb
 from common.pb import generation_pb2_grpc
+from deploy.credentials import API_KEY_VARIABLE, api_key_of_environment
 from deploy.trust import CA_VARIABLE, ca_file
 from deploy.waterfall import Waterfall, render
 
@@ -103,7 +104,7 @@ def ask(server: str, question: Ask, on_text: Callable[[str], None], timeout_s: f
     with _channel(server) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
-            for response in stub.Generate(question.request(), timeout=timeout_s):
+            for response in stub.Generate(question.request(), timeout=timeout_s, metadata=_metadata()):
                 _take(answer, response, on_text)
         except grpc.RpcError as error:
             raise GenerateFailed(_explain(server, error)) from error
@@ -135,6 +136,12 @@ def _channel(server: str) -> grpc.Channel:
     except OSError as error:
         raise GenerateFailed(f"{path} (from {CA_VARIABLE}): {error.strerror}") from error
     return grpc.secure_channel(server.removeprefix(_TLS_SCHEME), credentials, options=channel_options())
+
+
+def _metadata() -> tuple[tuple[str, str], ...]:
+    """The API key, for routers that ask for one."""
+    key = api_key_of_environment()
+    return (("authorization", f"Bearer {key}"),) if key else ()
 
 
 def _take(answer: Answer, response: pb.GenerateResponse, on_text: Callable[[str], None]) -> None:
@@ -169,4 +176,6 @@ def _explain(server: str, error: grpc.RpcError) -> str:
         return (
             f"nothing answers at {server}: is pdserve up running? (--server or $PDSERVE_SERVER names another address)"
         )
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return f"{details} (pdserve generate takes the key from ${API_KEY_VARIABLE})"
     return f"{code.name}: {details}"

@@ -18,6 +18,7 @@ from common.config import ClusterConfig
 from common.pools import PoolStore
 from deploy.admin import AdminClient
 from deploy.autoscale_loop import AutoscaleLoop
+from deploy.credentials import admin_key_of, with_admin_key
 from deploy.loading_watch import watch_loading
 from deploy.placement import LocalPlacement
 from deploy.process import StartFailed
@@ -66,7 +67,7 @@ class LocalCluster:
     def admins(self) -> list[AdminClient]:
         """The administration API of every router, with its key; believes none but our own routers."""
         settings = self.config.router
-        return [AdminClient(url, settings.admin_key, settings.cert_file) for url in self.http_urls]
+        return [AdminClient(url, admin_key_of(settings), settings.cert_file) for url in self.http_urls]
 
 
 # Returns the exit code of the command. Cancelled when the cluster has to stop.
@@ -76,6 +77,7 @@ Use = Callable[[LocalCluster], Awaitable[int]]
 def run_local(config: ClusterConfig, report: Report, use: Use) -> int:
     """Start a cluster, run `use` when it is ready, stop it. Raises StartFailed when it does not get ready."""
     parent_pid = os.getppid()
+    config = with_admin_key(config)
     check_ports(config)
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(session())

@@ -148,7 +148,7 @@ def test_status_tells_healthy_from_unhealthy(
 
 
 def test_an_error_of_the_router_is_passed_on(url: str) -> None:
-    with pytest.raises(AdminFailed, match="no /v1/models here"):
+    with pytest.raises(AdminFailed, match="no /admin/v1/events here"):
         AdminClient(url).model_name()
 
 

@@ -246,20 +246,40 @@ def test_a_changed_configuration_restarts_the_routers(render: Render) -> None:
     assert len(checksums) == 2
 
 
-@pytest.mark.parametrize(("value_set", "secrets"), [("default", set()), ("gpu", {("pdserve-admin", "admin-key")})])
-def test_the_admin_key_reaches_routers_and_who_asks_them_by_reference(
-    render: Render, value_set: str, secrets: set[tuple[str, str]]
+@pytest.mark.parametrize(("value_set", "num_containers"), [("default", 0), ("gpu", 4)])
+def test_the_admin_key_reaches_routers_and_who_asks_them_as_a_file(
+    render: Render, value_set: str, num_containers: int
 ) -> None:
     """Four containers: router, pool controller, and the workers of both pools, whose hook drains them."""
-    variables = [
-        variable["valueFrom"]["secretKeyRef"]
-        for _, template in pod_templates(render(value_set))
-        for container in containers(template)
-        for variable in container.get("env", ())
-        if variable["name"] == "PDSERVE_ROUTER_ADMIN_KEY"
-    ]
-    assert {(reference["name"], reference["key"]) for reference in variables} == secrets
-    assert len(variables) == (4 if secrets else 0)
+    found = 0
+    for _, template in pod_templates(render(value_set)):
+        secrets = {volume["name"]: volume["secret"] for volume in template["spec"]["volumes"] if "secret" in volume}
+        for container in containers(template):
+            variables = {variable["name"]: variable.get("value") for variable in container.get("env", ())}
+            mounts = {mount["name"]: mount for mount in container.get("volumeMounts", ())}
+            assert "PDSERVE_ROUTER_ADMIN_KEY" not in variables  # an environment is shown by too many tools
+            assert ("admin-key" in mounts) == ("PDSERVE_ROUTER_ADMIN_KEY_FILE" in variables)
+            if "admin-key" in mounts:
+                found += 1
+                assert variables["PDSERVE_ROUTER_ADMIN_KEY_FILE"] == mounts["admin-key"]["mountPath"] + "/admin-key"
+                assert secrets["admin-key"] == {"secretName": "pdserve-admin", "defaultMode": 0o440}
+                assert mounts["admin-key"]["readOnly"]
+    assert found == num_containers
+
+
+def test_api_keys_reach_routers_alone_as_a_file_by_reference(render: Render) -> None:
+    holders = []
+    for component, template in pod_templates(render("gpu")):
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        if "api-keys" in volumes:
+            holders.append(component)
+            assert volumes["api-keys"]["secret"] == {"secretName": "pdserve-api-keys", "defaultMode": 0o440}
+            (mount,) = [m for c in containers(template) for m in c["volumeMounts"] if m["name"] == "api-keys"]
+            assert (mount["mountPath"], mount["readOnly"]) == ("/etc/pdserve-keys", True)
+            assert "subPath" not in mount  # or a changed Secret would never arrive
+    assert holders == ["router"]
+    (config,) = [m for m in render("gpu") if m["kind"] == "ConfigMap" and "pdserve.yaml" in m["data"]]
+    assert "api_keys_file: /etc/pdserve-keys/keys.yaml" in config["data"]["pdserve.yaml"]
 
 
 def test_a_digest_wins_over_a_tag(render: Render) -> None:

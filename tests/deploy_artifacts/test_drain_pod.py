@@ -106,10 +106,11 @@ def test_the_worker_of_this_pod_is_drained_and_waited_for(router: Router, hook: 
 
 @pytest.mark.parametrize("key", ["s3cret", None])
 def test_routers_that_ask_for_a_key_get_it(
-    router: Router, hook: Hook, monkeypatch: pytest.MonkeyPatch, key: str | None
+    router: Router, hook: Hook, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str | None
 ) -> None:
     if key is not None:
-        monkeypatch.setenv("PDSERVE_ROUTER_ADMIN_KEY", key)
+        (tmp_path / "admin-key").write_text(f"{key}\n")
+        monkeypatch.setenv("PDSERVE_ROUTER_ADMIN_KEY_FILE", str(tmp_path / "admin-key"))
     assert hook(url_of(router), "10.0.0.9").returncode == 0
     assert (len(router.drains), router.keys) == (1, {key})
 

@@ -1,7 +1,8 @@
 """preStop of a worker pod: let Ray place nothing here any more, drain the worker, and wait until it has gone.
 
 Exits 0 in any case: a pod without a worker, or a router that is away, must not keep the pod from ending.
-Usage: drain_pod.py SECONDS. Environment: PDSERVE_URL (a router), POD_IP.
+Usage: drain_pod.py SECONDS. Environment: PDSERVE_URL (a router), POD_IP, and PDSERVE_ROUTER_ADMIN_KEY_FILE where
+the routers have an admin key.
 """
 
 import json
@@ -11,6 +12,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
+from pathlib import Path
 
 POLL_INTERVAL_S = 0.5
 REPLY_TIMEOUT_S = 5.0
@@ -25,7 +27,8 @@ def close_node(limit_s: float) -> None:
 
 def admin_headers() -> dict[str, str]:
     """The admin key, where the routers ask for one."""
-    key = os.environ.get("PDSERVE_ROUTER_ADMIN_KEY", "")
+    path = os.environ.get("PDSERVE_ROUTER_ADMIN_KEY_FILE", "")
+    key = Path(path).read_text().strip() if path else ""
     return {"x-admin-key": key} if key else {}
 
 

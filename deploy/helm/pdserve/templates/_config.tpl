@@ -22,6 +22,9 @@
   "http_port" .Values.router.service.httpPort
   "grpc_port" .Values.router.service.grpcPort
   "metrics_port" .Values.router.metricsPort -}}
+{{- if .Values.router.apiKeys.existingSecret -}}
+{{- $_ := set $router "api_keys_file" (printf "/etc/pdserve-keys/%s" .Values.router.apiKeys.secretKey) -}}
+{{- end -}}
 {{- $tls := dict -}}
 {{- if .Values.tls.enabled -}}
 {{- range $setting, $key := dict "cert_file" "tls.crt" "key_file" "tls.key" "ca_file" "ca.crt" -}}

@@ -103,12 +103,27 @@ topologySpreadConstraints:
 
 {{/* The admin key, where one is set: for routers, and for those who ask them. */}}
 {{- define "pdserve.adminKeyEnv" -}}
+{{- if .Values.router.adminKey.existingSecret -}}
+- name: PDSERVE_ROUTER_ADMIN_KEY_FILE
+  value: /etc/pdserve-admin/{{ .Values.router.adminKey.secretKey }}
+{{- end -}}
+{{- end }}
+
+{{- define "pdserve.adminKeyMount" -}}
+{{- if .Values.router.adminKey.existingSecret -}}
+- name: admin-key
+  mountPath: /etc/pdserve-admin
+  readOnly: true
+{{- end -}}
+{{- end }}
+
+{{/* Keys are files that the group of the processes alone can read: an environment is shown by too many tools. */}}
+{{- define "pdserve.adminKeyVolume" -}}
 {{- with .Values.router.adminKey.existingSecret -}}
-- name: PDSERVE_ROUTER_ADMIN_KEY
-  valueFrom:
-    secretKeyRef:
-      name: {{ . }}
-      key: {{ $.Values.router.adminKey.secretKey }}
+- name: admin-key
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
 {{- end -}}
 {{- end }}
 

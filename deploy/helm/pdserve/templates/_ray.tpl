@@ -129,7 +129,9 @@ template:
         volumeMounts:
           {{- include "pdserve.rayMounts" $root | nindent 10 }}
           {{- include "pdserve.tlsMounts" (dict "roles" (list "prefill" "decode") "root" $root) | nindent 10 }}
+          {{- with include "pdserve.adminKeyMount" $root }}{{ . | nindent 10 }}{{ end }}
     volumes:
       {{- include "pdserve.rayVolumes" (dict "shmSize" .pool.shmSize "root" $root) | nindent 6 }}
       {{- include "pdserve.tlsVolumes" (dict "roles" (list "prefill" "decode") "root" $root) | nindent 6 }}
+      {{- with include "pdserve.adminKeyVolume" $root }}{{ . | nindent 6 }}{{ end }}
 {{- end }}
