@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
@@ -15,7 +15,7 @@ from common.model.backend import AttentionBatch
 from tests.common.kernels.cases import Shape, attention_case
 from tests.common.kernels.checks import GRIDS
 from tests.common.kernels.pairwise import case_id
-from tests.gpu.report import Report
+from tests.gpu.report import Report, error_of
 
 NUM_REPEATS = 50
 MANY_PROGRAMS = Shape(head_dim=128, num_kv_heads=16, group=4, dtype=torch.bfloat16, device="cuda")
@@ -27,7 +27,7 @@ def check_kernels(report: Report) -> None:
     """The whole grid, then what only a GPU can show."""
     check_jobs(report, [(name, idx) for name, grid in GRIDS.items() for idx in range(len(grid.cases))], "cuda")
     for check in (repeat_bit_equal, replay_decode_graph, use_last_block_of_large_pool):
-        report.check(check.__name__, _error_of(check))
+        report.check(check.__name__, error_of(check))
     print(f"{report.num_checks} checks, {len(report.failures)} failed", flush=True)
 
 
@@ -43,7 +43,7 @@ def check_jobs(report: Report, jobs: Sequence[Job], device: str) -> None:
 def run_case(name: str, idx: int, device: str) -> str | None:
     """Error of one case of a grid, or None."""
     grid = GRIDS[name]
-    return _error_of(lambda: grid.check(grid.cases[idx], device))
+    return error_of(lambda: grid.check(grid.cases[idx], device))
 
 
 def repeat_bit_equal(shape: Shape = MANY_PROGRAMS, num_repeats: int = NUM_REPEATS) -> None:
@@ -116,11 +116,3 @@ def _one_block(block_id: int, block_size: int, device: str) -> AttentionBatch:
     return AttentionBatch(
         positions, block_id * block_size + positions, cu_seqlens_q, seq_lens, table[None], block_size, block_size
     )
-
-
-def _error_of(check: Callable[[], None]) -> str | None:
-    try:
-        check()
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:500]}"
-    return None

@@ -1,6 +1,7 @@
 """What a GPU run found: checks that failed, and measurements in the form of build/bench.json."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -13,12 +14,13 @@ class Measurement:
     unit: str
     ours: float
     peers: dict[str, float]
-    floor: float  # the ceiling that the card showed: copy bandwidth or matrix rate
+    floor: float | None  # the ceiling that the card showed: copy bandwidth or matrix rate; None = there is none
     better: str = "higher"
 
     def line(self) -> str:
         peers = ", ".join(f"{name} {value:.0f}" for name, value in self.peers.items())
-        return f"{self.metric:44} {self.ours:8.0f} {self.unit:8} {self.ours / self.floor:6.1%} of ceiling   {peers}"
+        share = f"{self.ours / self.floor:6.1%} of ceiling" if self.floor else ""
+        return f"{self.metric:44} {self.ours:8.0f} {self.unit:8} {share:17}   {peers}"
 
 
 @dataclass(slots=True)
@@ -42,3 +44,12 @@ class Report:
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps([asdict(x) for x in self.measurements], indent=1) + "\n")
+
+
+def error_of(check: Callable[[], None]) -> str | None:
+    """What a check raised, or None."""
+    try:
+        check()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:500]}"
+    return None

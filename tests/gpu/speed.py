@@ -13,7 +13,10 @@ from common.kernels.decode_attention import decode_attention
 from common.kernels.norm import add_rms_norm
 from common.kernels.prefill_attention import prefill_attention
 from common.kernels.rope_write import rope_and_write
+from common.kernels.sampling import may_draw, row_best
 from common.kernels.silu_mul import silu_mul
+from common.kv.cache import KVCache, KVShape
+from common.kv.quantized import LIMITS
 from common.model.backend import AttentionBatch
 from tests.gpu.report import Measurement, Report
 
@@ -42,6 +45,7 @@ class Sizes:
     num_tokens: int
     hidden: int
     num_layers: int
+    logits: tuple[int, int]  # (num_rows, vocab_size)
     ceiling_dim: int
 
 
@@ -52,6 +56,7 @@ FULL = Sizes(
     num_tokens=8192,
     hidden=4096,
     num_layers=8,
+    logits=(64, 128_256),
     ceiling_dim=8192,
 )
 
@@ -96,10 +101,12 @@ def seconds(run: Callable[[], object], device: str) -> float:
 def all_work(sizes: Sizes, device: str) -> Iterator[Work]:
     for heads in sizes.heads:
         yield from (prefill_work(heads, *lengths, device) for lengths in sizes.prefill)
-        yield from (decode_work(heads, *lengths, device) for lengths in sizes.decode)
+        for kv_dtype in (DTYPE, *LIMITS):
+            yield from (decode_work(heads, *lengths, kv_dtype, device) for lengths in sizes.decode)
         yield rope_work(heads, sizes.num_tokens, device)
         yield from chunk_work(heads, sizes, device)
     yield from row_work(sizes, device)
+    yield from sampling_work(sizes, device)
 
 
 def paged_batch(num_seqs: int, prefix: int, new: int, device: str) -> AttentionBatch:
@@ -146,21 +153,42 @@ def prefill_work(heads: tuple[int, int, int], num_seqs: int, prefix: int, new: i
     return Work(name, 4.0 * num_heads * head_dim * pairs, True, lambda: prefill_attention(q, kv, batch, scale), peers)
 
 
-def decode_work(heads: tuple[int, int, int], num_seqs: int, seq_len: int, device: str) -> Work:
+def decode_work(heads: tuple[int, int, int], num_seqs: int, seq_len: int, kv_dtype: torch.dtype, device: str) -> Work:
+    """Torch's SDPA reads contiguous keys of the model's type, whatever the cache's."""
     num_heads, num_kv_heads, head_dim = heads
     batch = paged_batch(num_seqs, seq_len - 1, 1, device)
-    kv = _random(2, batch.block_tables.numel(), BLOCK_SIZE, num_kv_heads, head_dim, device=device)
+    shape = KVShape(1, num_kv_heads, head_dim, kv_dtype)
+    kv = KVCache(shape, batch.block_tables.numel(), BLOCK_SIZE, device).layers[0]
+    kv.view(torch.uint8).zero_()
+    if kv_dtype == DTYPE:
+        kv.normal_()
     q = _random(num_seqs, num_heads, head_dim, device=device)
     query = q.view(num_seqs, num_heads, 1, head_dim)
     key, value = (_random(num_seqs, num_kv_heads, seq_len, head_dim, device=device) for _ in range(2))
-    num_bytes = 2.0 * num_seqs * seq_len * num_kv_heads * head_dim * DTYPE.itemsize
+    num_bytes = float(num_seqs * seq_len * shape.bytes_per_token)
+    name = "decode" if kv_dtype == DTYPE else f"decode_{str(kv_dtype).removeprefix('torch.')}"
     return Work(
-        f"decode {_label(heads)} {num_seqs} x {seq_len}",
+        f"{name} {_label(heads)} {num_seqs} x {seq_len}",
         num_bytes,
         False,
         lambda: decode_attention(q, kv, batch, head_dim**-0.5),
         {"sdpa": lambda: functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)},
     )
+
+
+def sampling_work(sizes: Sizes, device: str) -> Iterator[Work]:
+    """The peers are torch's: a maximum, and the sort that filters would need."""
+    num_rows, vocab_size = sizes.logits
+    logits = torch.randn(num_rows, vocab_size, device=device)
+    rows, floors = torch.arange(num_rows, device=device), torch.full((num_rows,), 3.0, device=device)
+    keys = torch.zeros((2, num_rows), dtype=torch.int32, device=device)
+    num_bytes, label = 4.0 * logits.numel(), f"{num_rows} x {vocab_size}"
+    with_mask = num_bytes + logits.numel()
+    yield Work(f"sample_best {label}", num_bytes, False, lambda: row_best(logits), {"max": lambda: logits.max(1)})
+    sort = {"sort": lambda: logits.sort(1)}
+    yield Work(f"sample_filter {label}", with_mask, False, lambda: may_draw(logits, rows, floors), sort)
+    noisy = (logits, rows, floors, torch.ones(num_rows, device=device), keys)
+    yield Work(f"sample_draw {label}", with_mask, False, lambda: may_draw(*noisy), {})
 
 
 def rope_work(heads: tuple[int, int, int], num_tokens: int, device: str) -> Work:
