@@ -66,6 +66,8 @@ def _steps(timings: Mapping[str, Any]) -> Iterator[str]:
     ticks = timings.get("kv_ticks", ())
     if ticks:
         yield f"  KV of {len(ticks)} chunks in place from {_ms(ticks[0][0])} to {_ms(ticks[-1][0])}"
+        handover_s = timings["kv_exposed_s"] + timings["decode_queue_s"]
+        yield f"  prompt computed to first decode step: {_ms(handover_s)}"
 
 
 def _decisions(decisions: list[Mapping[str, Any]]) -> list[str]:

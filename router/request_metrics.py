@@ -88,4 +88,5 @@ class RequestMetrics:
         if timings.kv_chunks:
             metrics.observe("pdserve_kv_transfer_seconds", timings.kv_transfer_s)
             metrics.observe("pdserve_kv_transfer_exposed_seconds", timings.kv_exposed_s)
+            metrics.observe("pdserve_kv_handover_seconds", timings.kv_exposed_s + timings.decode_queue_s)
             metrics.observe("pdserve_kv_transfer_bytes", timings.kv_bytes)

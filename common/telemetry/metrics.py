@@ -81,6 +81,7 @@ METRICS: tuple[Spec, ...] = (
     Spec("pdserve_phase_duration_seconds", "histogram", "One phase of the waterfall", ("phase",)),
     Spec("pdserve_kv_transfer_seconds", "histogram", "First chunk announced to last chunk in place"),
     Spec("pdserve_kv_transfer_exposed_seconds", "histogram", "Part of a transfer not hidden behind prefill"),
+    Spec("pdserve_kv_handover_seconds", "histogram", "Prompt computed to first decode step, of shipped requests"),
     Spec("pdserve_kv_transfer_bytes", "histogram", "KV bytes of one request", buckets=_BYTES),
     Spec("pdserve_kv_transfer_failures", "counter", "Transfers that ended early", ("reason",)),
     Spec("pdserve_request_retries", "counter", "Replacements of a worker within a request", ("reason",)),

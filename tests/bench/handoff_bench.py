@@ -39,11 +39,13 @@ def _figures(requests: list[tuple[generation_pb2.RequestTimings, float]]) -> lis
     transfer_s = statistics.median(_seconds(each.kv_transfer) for each in timings)
     exposed_s = statistics.median(_exposed_s(each) for each in timings)
     handover_s = statistics.median(handover_s for _, handover_s in requests)
+    started_s = statistics.median(_exposed_s(each) + _seconds(each.decode_queue) for each in timings)
     return [
         ("bytes", "MB", timings[0].kv_bytes / 1e6),
         ("transfer", "ms", 1000 * transfer_s),
         ("exposed", "% of the transfer", 100 * exposed_s / transfer_s),
         ("exposed", "ms", 1000 * exposed_s),
+        ("last layer computed to first decode step", "ms", 1000 * started_s),
         ("first token to second, less a usual gap", "ms", 1000 * handover_s),
     ]
 

@@ -34,6 +34,7 @@ def test_explain_shows_outcome_time_route_and_attempts(page: Served, capsys: pyt
     assert "prompt 2012 tokens (512 cached), answer 64, retries 1" in text
     assert "prefill step 2: 512 tokens, 124.0 ms to 224.0 ms" in text
     assert "KV of 12 chunks in place from 60.0 ms" in text
+    assert "prompt computed to first decode step: " in text
     assert "<- chosen: lowest cost" in text
     assert "queue is full" in text
     assert "attempt 0: prefill prefill-0, decode decode-0: decode-1 lost: silent for 4 s" in text

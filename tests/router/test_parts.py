@@ -140,7 +140,8 @@ def test_request_metrics_come_from_the_events() -> None:
     metrics.submitted(request_id, 10.0)
     metrics.delivered(request_id, Tokens((token(0),)), 10.5)
     metrics.delivered(request_id, Tokens((token(1), token(2, finish=FinishReason.STOP))), 10.7)
-    timings = RequestTimings(route_s=0.1, time_to_first_token_s=0.5, wall_s=0.9, kv_bytes=9, kv_chunks=1)
+    kv = {"kv_bytes": 9, "kv_chunks": 1, "kv_exposed_s": 0.01, "decode_queue_s": 0.02}
+    timings = RequestTimings(route_s=0.1, time_to_first_token_s=0.5, wall_s=0.9, **kv)  # type: ignore[arg-type]
     metrics.delivered(request_id, Finished(64, 3, 48, timings), 10.9)
     assert recorded.of("pdserve_time_to_first_token_seconds") == [(pytest.approx(0.5), {})]
     assert recorded.of("pdserve_inter_token_latency_seconds") == [(pytest.approx(0.2), {})]
@@ -150,6 +151,7 @@ def test_request_metrics_come_from_the_events() -> None:
     assert recorded.of("pdserve_time_per_output_token_seconds") == [(pytest.approx(0.2), {})]
     assert len(recorded.of("pdserve_phase_duration_seconds")) == 6
     assert recorded.of("pdserve_kv_transfer_bytes") == [(9, {})]
+    assert recorded.of("pdserve_kv_handover_seconds") == [(pytest.approx(0.03), {})]
 
 
 def test_refusals_at_the_door_are_counted_apart_from_failures() -> None:
