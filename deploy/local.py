@@ -21,7 +21,7 @@ from deploy.autoscale_loop import AutoscaleLoop
 from deploy.credentials import admin_key_of, with_admin_key
 from deploy.loading_watch import watch_loading
 from deploy.placement import LocalPlacement
-from deploy.process import StartFailed
+from deploy.process import StartFailed, hide_secrets
 from deploy.ray_local import local_ray
 from deploy.ray_pool import RayPools
 from deploy.redis_server import RedisServer, resolve_redis
@@ -78,6 +78,7 @@ def run_local(config: ClusterConfig, report: Report, use: Use) -> int:
     """Start a cluster, run `use` when it is ready, stop it. Raises StartFailed when it does not get ready."""
     parent_pid = os.getppid()
     config = with_admin_key(config)
+    hide_secrets()
     check_ports(config)
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(session())

@@ -14,6 +14,16 @@ _GUARDIAN = _HERE / "guardian.py"
 _TAIL_BYTES = 4000
 
 
+# Settings have been read by now; children get what they need of them in a file or on standard input.
+_SECRETS = ("PDSERVE_ROUTER_ADMIN_KEY", "PDSERVE_REDIS_URL")
+
+
+def hide_secrets() -> None:
+    """Take secrets out of our environment, which every child inherits and Ray hands on to its own."""
+    for name in _SECRETS:
+        os.environ.pop(name, None)
+
+
 class StartFailed(PdserveError):
     """Something that the cluster needs would not start; the message says what and why, for an operator."""
 

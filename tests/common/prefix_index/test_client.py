@@ -16,6 +16,7 @@ from common.messages import Role
 from common.pools import PoolStore
 from common.prefix_index.census import IndexCensus
 from common.prefix_index.client import REDIS_ERRORS, connect, to_its_end
+from common.prefix_index.mirror import MirroredIndexReader
 from common.prefix_index.redis import RedisIndexReader, RedisRegistry, WorkerPresence
 from deploy.process import start_child
 from deploy.redis_server import NAMES_ON_PATH, find_binary
@@ -131,7 +132,9 @@ async def test_the_documented_users_can_do_what_their_process_does(box: RedisBox
     presence = WorkerPresence(
         worker, NAMESPACE, registration("w", role=Role.DECODE), lease_s=30.0, snapshot=lambda: hashes
     )
-    registry, reader = RedisRegistry(router, NAMESPACE), RedisIndexReader(router, NAMESPACE, budget_s=5.0)
+    registry = RedisRegistry(router, NAMESPACE)
+    reader = MirroredIndexReader(RedisIndexReader(router, NAMESPACE, budget_s=5.0), router, NAMESPACE)
+    reader.start()
     sizes, resizer = PoolStore(controller, NAMESPACE), PoolStore(router, NAMESPACE)
     await presence.start()
 
@@ -140,16 +143,22 @@ async def test_the_documented_users_can_do_what_their_process_does(box: RedisBox
 
     await until(is_found)
     assert [found.ref for found in await registry.live_workers() or []] == [registration("w").ref]
+
+    async def is_mirrored() -> bool:
+        await reader.longest_prefix(hashes, [registration("w").ref])
+        return reader.known_prefix(hashes, [registration("w").ref]) == {registration("w").ref: 3}
+
+    await until(is_mirrored)
     presence.publish([], hashes[2:])
 
     async def is_evicted() -> bool:
-        return await reader.longest_prefix(hashes, [registration("w").ref]) == {registration("w").ref: 2}
+        return reader.known_prefix(hashes, [registration("w").ref]) == {registration("w").ref: 2}
 
     await until(is_evicted)
     assert await sizes.announce({"prefill": 1, "decode": 1}, {"a": 1}) == {"prefill": 1, "decode": 1}
     assert await sizes.keep({"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 1})
     assert await sizes.get_kept({"prefill": 1, "decode": 1}) == {"prefill": 2, "decode": 1}
-    await resizer.set_desired("decode", 3)
+    await resizer.set_desired({"decode": 3})
     assert await sizes.get_desired() == {"prefill": 1, "decode": 3}
     assert await resizer.get_status() == {"a": 1}
     for kind, url in (("router", router), ("loading", worker)):
