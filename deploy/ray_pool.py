@@ -133,6 +133,8 @@ class RayPools:
         for life in lives:
             self._tasks.create_task(self._follow(life))
         self._has_begun.set()
+        if problem := self._core.change_problem:
+            self._report("pools", f"no worker can change its role: {problem}")
         self._note_change()
 
     async def _make_last(self, store: PoolStore) -> None:

@@ -137,8 +137,9 @@ def test_workers_outlive_the_controller_and_the_next_one_goes_on_with_them(
     deployment: Deployment, box: RedisBox
 ) -> None:
     """1. 1+1 are deployed and serve, on their node's address; 2. the controller is killed: they go on serving; 3. the
-    next controller finds them and scales; 4. it ends by SIGTERM, and the size that it was given lasts; 5. a dead
-    worker is replaced; 6. --down ends them all.
+    next controller finds them and scales; 4. one changes its role, no node is asked for, and the next controller knows
+    it by its new one; 5. it ends by SIGTERM, and the size that it was given lasts; 6. a dead worker is replaced;
+    7. --down ends them all.
     """
     until(lambda: is_ready(deployment))
     assert deployment.answers()
@@ -155,6 +156,8 @@ def test_workers_outlive_the_controller_and_the_next_one_goes_on_with_them(
     assert deployment.pids("prefill") == prefill
     assert decode < deployment.pids("decode")
     assert requested_of_ray(deployment.ray) == [{"pd_prefill": 1}, {"pd_decode": 1}, {"pd_decode": 1}]
+
+    check_a_role_change(deployment)
 
     assert deployment.end_controller(signal.SIGTERM) == 0
     assert "the controller ends (SIGTERM); the workers go on" in deployment.log()
@@ -178,6 +181,23 @@ def test_workers_outlive_the_controller_and_the_next_one_goes_on_with_them(
     until(lambda: not any(is_running(pid) for pid in workers))
     kept = json.loads(str(box.client().get("deployed:pools:kept"), "utf-8"))  # type: ignore[arg-type]
     assert kept["desired"] == {"prefill": 1, "decode": 2}
+
+
+def check_a_role_change(deployment: Deployment) -> None:
+    """From 1+2 to 2+1 and back, with another controller in between."""
+    everybody = deployment.pids("prefill") | deployment.pids("decode")
+    requested = requested_of_ray(deployment.ray)
+    moved = deployment.pdserve("scale", "--prefill", "2", "--decode", "1")
+    assert moved.returncode == 0, moved.stderr
+    deployment.end_controller(signal.SIGKILL)
+    deployment.controller = deployment.start_controller()
+    until(lambda: (pool(deployment, "prefill").get("ready"), pool(deployment, "decode").get("ready")) == (2, 1))
+    assert deployment.pids("prefill") | deployment.pids("decode") == everybody
+    moved = deployment.pdserve("scale", "--prefill", "1", "--decode", "2")
+    assert moved.returncode == 0, moved.stderr
+    assert deployment.pids("prefill") | deployment.pids("decode") == everybody
+    assert requested_of_ray(deployment.ray) == requested
+    assert deployment.answers()
 
 
 def is_ready(deployment: Deployment) -> bool:
