@@ -41,8 +41,9 @@ class Latency:
 class HttpClient:
     """One kept connection. A request at a time."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, model: str = "") -> None:
         self._port = port
+        self._always = {"model": model} if model else {}
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
 
@@ -54,7 +55,8 @@ class HttpClient:
 
     async def complete(self, prompt: str, max_tokens: int, *, stream: bool) -> Latency:
         """One completion; raises AssertionError when it is not whole."""
-        body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "stream": stream}).encode()
+        fields = {"prompt": prompt, "max_tokens": max_tokens, "stream": stream}
+        body = json.dumps(self._always | fields).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         )

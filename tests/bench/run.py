@@ -18,7 +18,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: waiting threads must not take the other's core
 
 PARTS = ("engine", "steps", "handoff", "index", "router", "service", "role_change")
-PEERS = ("hf_peer", "llama_peer", "vllm_peer")
+PEERS = ("hf_peer", "llama_peer", "vllm_peer", "router_peers_bench")
 BUILD = Path("build")
 Rows = list[dict[str, Any]]
 
@@ -30,7 +30,7 @@ def main() -> None:
     BUILD.mkdir(exist_ok=True)
     print(f"{time.strftime('%Y-%m-%d')}, {_processor()}, {os.cpu_count()} cores, load {_load()}")
     rows: Rows = []
-    parts = arguments.parts or ",".join((*PARTS, "peers") if arguments.peers else PARTS)
+    parts = arguments.parts or ",".join((*PARTS, "peers", "router_peers") if arguments.peers else PARTS)
     for part in parts.split(","):
         if _module(part) is None:
             continue
