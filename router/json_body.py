@@ -16,6 +16,8 @@ BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 _LOCATED = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`")
+# The one fault whose text repeats a value; names of fields are repeated on purpose.
+_ENUM_VALUE = re.compile(r"Invalid enum value .*", re.DOTALL)
 _MAX_PROBLEM_LENGTH = 200
 
 
@@ -42,7 +44,7 @@ def _explained(message: str, body_type: Any) -> InvalidRequest:
     if missing := _MISSING_FIELD.fullmatch(problem):
         param = f"{path}.{missing['name']}" if path else missing["name"]
         return InvalidRequest(f"{param} is missing", param=param)
-    problem = problem[:_MAX_PROBLEM_LENGTH].replace("`", "")
+    problem = _ENUM_VALUE.sub("Invalid enum value", problem)[:_MAX_PROBLEM_LENGTH].replace("`", "")
     problem = problem[0].lower() + problem[1:]
     return InvalidRequest(f"{path}: {problem}" if path else f"the body: {problem}", param=path or None)
 

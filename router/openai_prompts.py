@@ -80,7 +80,7 @@ def _joined(parts: Sequence[ContentPart], param: str) -> str:
     for idx, part in enumerate(parts):
         if part.type != "text":
             where = f"{param}[{idx}].type"
-            raise Unsupported(f"{where}: content of type {part.type[:32]!r} is not supported yet", param=where)
+            raise Unsupported(f"{where}: only content of type 'text' is supported yet", param=where)
         if part.text is None:
             raise InvalidRequest(f"{param}[{idx}].text is missing", param=f"{param}[{idx}].text")
     return "".join(part.text or "" for part in parts)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -52,6 +53,17 @@ class Cluster:
         reply = httpx.get(f"{self.url}{path}", headers={"x-admin-key": key}, timeout=10)
         reply.raise_for_status()
         return reply.json()
+
+    def logs(self) -> str:
+        """What every process of the cluster has written so far."""
+        own = self.log_path.read_text(errors="replace")
+        said = re.search(r"logs are below (\S+) while", own)
+        assert said is not None, own
+        files = [
+            path for path in Path(said[1]).rglob("*") if path.is_file() and path.suffix in (".log", ".out", ".err")
+        ]
+        assert any(path.name == "router.log" for path in files)
+        return own + "".join(path.read_text(errors="replace") for path in files)
 
     def workers(self, role: str | None = None) -> list[dict[str, Any]]:
         """Workers as the router sees them."""

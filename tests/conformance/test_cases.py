@@ -17,6 +17,12 @@ def test_every_named_test_exists() -> None:
     assert missing(names_of_tests(CASES)) == []
 
 
+def test_every_test_named_on_the_page_on_security_exists() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    assert len(names_of_tests(page)) > 20
+    assert [name for name in missing(names_of_tests(page)) if "::" in name] == []
+
+
 def test_every_case_has_a_test_or_a_reason() -> None:
     assert [row[0] for row in ROWS if not names_of_tests(row[2]) and not row[3]] == []
 
