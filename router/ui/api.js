@@ -1,28 +1,36 @@
-// Everything this page asks of its router: JSON, one stream of snapshots, and the admin key for both.
+// Everything this page asks of its router: JSON, one stream of snapshots, the chat, and the keys for them.
 
 const ADMIN = new URL("../admin/v1/", document.baseURI);
-export const OPENAI = new URL("../v1/", document.baseURI);
-const KEY = "pdserve-admin-key";
+const OPENAI = new URL("../v1/", document.baseURI);
+const ADMIN_KEY = {
+  name: "pdserve-admin-key",
+  title: "Admin key",
+  about: "This router asks for a key before it shows or changes anything.",
+  headers: (key) => ({ "x-admin-key": key }),
+};
+const API_KEY = {
+  name: "pdserve-api-key",
+  title: "API key",
+  about: "This router asks for a tenant's key before it answers.",
+  headers: (key) => ({ authorization: `Bearer ${key}` }),
+};
 const SILENCE_MS = 10_000;
 
 let asking = null;
 
-function headers() {
-  const key = sessionStorage.getItem(KEY);
-  return key ? { "x-admin-key": key } : {};
-}
-
-// Ask for the key, once however many calls need it. Resolves when the user gave one.
-function askForKey(wasWrong) {
+// Ask for a key, once however many calls need it. Resolves when the user gave one.
+function askForKey(kind, wasWrong) {
   asking ??= new Promise((resolve) => {
     const dialog = document.getElementById("key-dialog");
     const input = document.getElementById("key");
     document.getElementById("key-problem").textContent = wasWrong ? "That key was not accepted." : "";
+    document.getElementById("key-title").textContent = kind.title;
+    document.getElementById("key-about").textContent = kind.about;
     input.value = "";
     dialog.addEventListener(
       "close",
       () => {
-        if (input.value) sessionStorage.setItem(KEY, input.value);
+        if (input.value) sessionStorage.setItem(kind.name, input.value);
         input.value = "";
         asking = null;
         resolve();
@@ -34,16 +42,22 @@ function askForKey(wasWrong) {
   return asking;
 }
 
-async function call(url, options = {}) {
+async function call(url, options = {}, kind = ADMIN_KEY) {
   while (true) {
-    const given = headers();
-    const reply = await fetch(url, { ...options, headers: { ...options.headers, ...given }, cache: "no-store" });
+    const key = sessionStorage.getItem(kind.name);
+    const headers = { ...options.headers, ...(key ? kind.headers(key) : {}) };
+    const reply = await fetch(url, { ...options, headers, cache: "no-store" });
     if (reply.status !== 401) return reply;
-    const wasWrong = Boolean(given["x-admin-key"]) && given["x-admin-key"] === sessionStorage.getItem(KEY);
-    if (wasWrong) sessionStorage.removeItem(KEY);
-    if (!wasWrong && sessionStorage.getItem(KEY)) continue;
-    await askForKey(wasWrong);
+    const wasWrong = Boolean(key) && key === sessionStorage.getItem(kind.name);
+    if (wasWrong) sessionStorage.removeItem(kind.name);
+    if (!wasWrong && sessionStorage.getItem(kind.name)) continue;
+    await askForKey(kind, wasWrong);
   }
+}
+
+export function askModel(body, signal) {
+  const options = { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" }, signal };
+  return call(new URL("chat/completions", OPENAI), options, API_KEY);
 }
 
 export async function problemOf(reply) {

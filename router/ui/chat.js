@@ -1,6 +1,6 @@
 // A smoke test for the whole cluster: one conversation, streamed.
 
-import { OPENAI, eventsOf, problemOf } from "./api.js";
+import { askModel, eventsOf, problemOf } from "./api.js";
 import { h } from "./dom.js";
 import { duration } from "./format.js";
 import { select } from "./requests.js";
@@ -47,9 +47,7 @@ async function ask(text) {
 
 async function stream(answer, signal) {
   const body = { messages, stream: true, max_tokens: document.getElementById("max-tokens").valueAsNumber || 64 };
-  const reply = await fetch(new URL("chat/completions", OPENAI), {
-    method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" }, signal,
-  });
+  const reply = await askModel(body, signal);
   if (!reply.ok) throw new Error(await problemOf(reply));
   let content = "", id = "", firstAt = performance.now();
   for await (const data of eventsOf(reply)) {

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from common.ids import RequestId
 from common.messages import Role, WorkerState
 from common.prefix_index.census import WorkerCensus
+from router.access import Access
 from router.recent import TransferRate
 from router.service_protocol import ClusterState, JsonObject, WorkerView
 from tests.router_front.http_rig import HttpRig, http_rig, ids, open_access
@@ -144,14 +145,14 @@ class Served:
 
 
 @contextmanager
-def served(admin_key: str = "") -> Iterator[Served]:
+def served(admin_key: str = "", access: Access | None = None) -> Iterator[Served]:
     """The page over a scripted service, on a real port."""
     started: list[Served] = []
     is_up, stop = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
         service = page_service()
-        async with http_rig(service, access=open_access(admin_key)) as rig:
+        async with http_rig(service, access=access or open_access(admin_key)) as rig:
             started.append(Served(asyncio.get_running_loop(), rig, service))
             is_up.set()
             await stop.wait()

@@ -10,6 +10,7 @@ import pytest
 
 from common.cluster_reports import LoadingWorker, RouterReport
 from common.messages import Role
+from tests.router_front.keys_for_tests import ACME, ADMIN, access
 from tests.ui.browser import ENTER, SPACE, TAB, Browser
 from tests.ui.page_service import HOSTILE_ID, LONG_ID, Served, served, worker
 
@@ -286,6 +287,22 @@ def test_with_an_admin_key_the_page_asks_for_it(tab: Browser) -> None:
         tab.type("#key", "s3cret" + ENTER)
         tab.wait("return document.querySelectorAll('#requests tr').length > 3")
         assert "s3cret" not in tab.script("return document.documentElement.outerHTML")
+    tab.open("about:blank")
+    tab.console()  # the two 401 answers
+
+
+def test_where_tenants_have_keys_the_chat_asks_for_one(tab: Browser) -> None:
+    with served(access=access()) as guarded:
+        tab.open(guarded.url)
+        tab.wait("return document.querySelector('#key-dialog').open")
+        tab.type("#key", ADMIN + ENTER)
+        tab.wait("return document.querySelectorAll('#requests tr').length > 3")
+        tab.type("#message", "Where is it nice?" + ENTER)
+        tab.wait("return document.querySelector('#key-dialog').open")
+        assert tab.script("return document.getElementById('key-title').textContent") == "API key"
+        tab.type("#key", ACME + ENTER)
+        tab.wait("return document.getElementById('transcript').textContent.includes('Paris is nice.')")
+        assert ACME not in tab.script("return document.documentElement.outerHTML")
     tab.open("about:blank")
     tab.console()  # the two 401 answers
 
