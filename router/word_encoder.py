@@ -25,12 +25,13 @@ class WordEncoder:
         self._tokenizer = tokenizer
         self._max_words = max_words
         self._is_separable = is_separable(tokenizer)
-        self._ids: dict[str, list[int]] = {}  # of a word and the space before it
+        # Of a word and the space before it. Tuples: lists would be looked through by every full garbage collection.
+        self._ids: dict[str, tuple[int, ...]] = {}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`."""
         if not self._is_separable or not text:
-            return self._encode([text])[0]
+            return list(self._encode([text])[0])
         first, *rest = text.split(" ")
         words = [first, *[" " + word for word in rest]]
         try:
@@ -38,22 +39,22 @@ class WordEncoder:
         except KeyError:
             return list(chain.from_iterable(self._look_up(_joined(words))))
 
-    def _look_up(self, words: Sequence[str]) -> list[list[int]]:
+    def _look_up(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         found = {word: self._ids.get(word) for word in words}
         missing = [word for word, ids in found.items() if ids is None]
         new = dict(zip(missing, self._encode(missing), strict=True))
         self._keep({word: ids for word, ids in new.items() if _is_whole(word) and len(word) <= MAX_WORD_LENGTH})
         return [found[word] or new[word] for word in words]
 
-    def _keep(self, new: dict[str, list[int]]) -> None:
+    def _keep(self, new: dict[str, tuple[int, ...]]) -> None:
         """A full cache starts over: to keep an order would cost every look-up."""
         if len(self._ids) + len(new) > self._max_words:
             self._ids = {}
         self._ids.update(new)
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def _encode(self, texts: list[str]) -> list[tuple[int, ...]]:
         """The fast call does not count the characters of every token; it exists for batches only."""
-        return [list(each.ids) for each in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [tuple(each.ids) for each in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def is_separable(tokenizer: Tokenizer) -> bool:
