@@ -299,6 +299,15 @@ def test_after_a_shift_both_pools_rest() -> None:
     assert (decided[59][PREFILL].desired, decided[59][DECODE].desired) == (3, 1)
 
 
+def test_a_pool_that_has_just_got_workers_gives_none_before_it_has_rested() -> None:
+    scaler = Autoscaler(FIXED.model_copy(update={"up_cooldown_s": 0.0}))
+    watch_both(scaler, {PREFILL: NO_WORK, DECODE: FULL_DECODE}, 0.0, 30)
+    overrun = PoolLoad(1, (WorkerLoad(1, 9, 9000, tokens_per_s=1000.0),))
+    decided = watch_both(scaler, {PREFILL: overrun, DECODE: PoolLoad(3, (IDLE,) * 3)}, 31.0, 60)
+    assert [second for second, both in enumerate(decided) if both[DECODE].is_change] == [59]
+    assert "decode can spare none (it rests for 1 s)" in decided[58][PREFILL].reason
+
+
 def test_with_a_fixed_total_idle_pools_keep_their_workers() -> None:
     decided = watch_both(Autoscaler(FIXED), {PREFILL: NO_WORK, DECODE: NO_WORK}, 0.0, 400)
     assert not any(decision.is_change for decisions in decided for decision in decisions.values())
