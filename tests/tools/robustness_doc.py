@@ -3,17 +3,22 @@
 `python -m tests.tools.robustness_doc` exits 1 when the file is stale; with `--write` it writes it.
 """
 
+import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvtransfer import receiver, sender
+from tests.chaos.rows import ROWS
+from tests.chaos.runbook import RUNBOOK
 from tests.simkit import cluster_worlds, handoff_worlds
 from tests.simkit.mutants import MUTANTS
 from tests.simkit.plan import FAULT_KINDS, FAULT_RATES_PER_S, PAIR_SHARE
 from tests.tools.named_tests import ROOT
 
+DATA = ROOT / "tests" / "chaos" / "data"
 DOC = ROOT / "docs" / "robustness.md"
 _PART = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -61,6 +66,77 @@ def faults_list() -> Iterator[str]:
     yield f"{kinds}. Rates per second: {rates}. At the same instant a second one in {PAIR_SHARE:.0%} of cases."
 
 
+def chaos_rows() -> Iterator[str]:
+    yield _row("row", "of", "fault", "moment", "what must come of it", "how it is proven to have happened")
+    yield _row(*["---"] * 6)
+    for row in ROWS:
+        yield _row(f"{row.number} {row.name}", row.component, row.fault, row.moment, row.expected, row.proof)
+
+
+def chaos_measured() -> Iterator[str]:
+    """The last run that was kept."""
+    run = json.loads((DATA / "chaos.json").read_text())
+    yield f"{run['date']}, {run['machine']}."
+    yield ""
+    yield _row("row", "proof", "requests", "longest wait for a token", "whole again after", "verdict")
+    yield _row(*["---"] * 6)
+    for row in run["rows"]:
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(row["outcomes"].items()))
+        times = (f"{row['longest_pause_s']:.1f} s", f"{row['recovery_s']:.1f} s")
+        yield _row(f"{row['number']} {row['name']}", row["proof"], counts, *times, row["verdict"])
+
+
+def campaigns_measured() -> Iterator[str]:
+    if not (DATA / "campaigns.json").exists():
+        yield "No run is kept yet."
+        return
+    yield _row("date", "campaign", "requests", "what was found")
+    yield _row(*["---"] * 4)
+    for run in json.loads((DATA / "campaigns.json").read_text()):
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(run["outcomes"].items()))
+        yield _row(run["date"][:10], run["campaign"], counts, "; ".join(_found(run)))
+
+
+def _found(run: Mapping[str, Any]) -> Iterator[str]:
+    for role in ("prefill", "decode"):
+        deaths = [death for death in run.get("deaths", ()) if death["role"] == role]
+        pauses = [pause for death in deaths for pause in death["pauses_s"]]
+        if pauses:
+            yield (
+                f"{len(deaths)} {role} deaths, {len(pauses)} requests placed again, next token "
+                f"{statistics.median(pauses):.2f} s after the death in the median, {max(pauses):.2f} s at most"
+            )
+        elif deaths:
+            yield f"{len(deaths)} {role} deaths, no request had to be placed again"
+    if "blocks_leaked" in run:
+        yield f"{run['blocks_leaked']} blocks leaked, {len(run['holdings'])} holders left"
+    if "replaced" in run:
+        yield f"{len(run['replaced'])} workers replaced, the longest wait for a token {run['longest_wait_s']:.1f} s"
+    yield f"{len(run['problems'])} problems"
+
+
+def soak_measured() -> Iterator[str]:
+    if not (DATA / "soak.json").exists():
+        yield "No run is kept yet."
+        return
+    run = json.loads((DATA / "soak.json").read_text())
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(run["outcomes"].items()))
+    yield f"{run['date'][:10]}, {run['processors']} processors, {run['seconds']:g} s, seed {run['seed']}: {counts}."
+    yield f"Faults: {', '.join(fault['name'] for fault in run['faults'])}."
+    yield ""
+    yield _row("", *(name for name in run["before"]))
+    yield _row(*["---"] * (1 + len(run["before"])))
+    for name in ("before", "after"):
+        yield _row(f"{name} the faults", *(f"{value:g}" for value in run[name].values()))
+
+
+def runbook() -> Iterator[str]:
+    yield _row("fault", "what users see", "metrics", "log events", "the page", "what to do")
+    yield _row(*["---"] * 6)
+    for entry in RUNBOOK:
+        yield _row(entry.fault, entry.users, entry.metrics, entry.logs, entry.page, entry.action)
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "sender-transfers": lambda: state_table(sender.TRANSFER_ROWS),
     "sender-peers": lambda: state_table(sender.PEER_ROWS),
@@ -71,6 +147,11 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "cluster-worlds": lambda: worlds_table(cluster_worlds.WORLDS),
     "faults": faults_list,
     "mutants": mutants_table,
+    "chaos-rows": chaos_rows,
+    "chaos-measured": chaos_measured,
+    "campaigns-measured": campaigns_measured,
+    "soak-measured": soak_measured,
+    "runbook": runbook,
 }
 
 

@@ -1,10 +1,15 @@
 """What the documents say of robustness is what the code has."""
 
+import json
+import re
+
 import pytest
 
+from tests.chaos.rows import ROWS
+from tests.chaos.runbook import RUNBOOK
 from tests.tools import robustness_doc
 from tests.tools.named_tests import ROOT, missing, names_of_tests
-from tests.tools.robustness_doc import DOC, PARTS, generated, names_of_parts, state_table
+from tests.tools.robustness_doc import DATA, DOC, PARTS, generated, names_of_parts, state_table
 
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 
@@ -38,3 +43,25 @@ def test_a_state_table_has_a_line_per_event_and_a_column_per_state() -> None:
     assert lines[0] == "| event | absent | connecting | ready | dropping |"
     assert lines[2] == "| PeerReady | - | connected | - | - |"
     assert len(lines) == 5
+
+
+def test_every_fault_of_the_list_is_in_the_runbook() -> None:
+    told = [beginning for entry in RUNBOOK for beginning in entry.rows]
+    assert [row.name for row in ROWS if not row.name.startswith(tuple(told))] == []
+    assert [beginning for beginning in told if not any(row.name.startswith(beginning) for row in ROWS)] == []
+
+
+def test_the_runbook_names_metrics_and_log_events_that_exist() -> None:
+    packages = ("common", "deploy", "decode_worker", "kvtransfer", "prefill_worker", "router")
+    source = "".join(path.read_text() for package in packages for path in (ROOT / package).rglob("*.py"))
+    for entry in RUNBOOK:
+        for name in re.findall(r"`(pdserve_\w+)`", entry.metrics):
+            assert source.count(f'"{name}"') >= 2, f"{name} is declared and set nowhere, or not declared"
+        for name in re.findall(r"`([a-z]+_[a-z_]+)`", entry.logs):
+            assert f'"{name}"' in source, name
+
+
+def test_what_was_measured_is_of_the_rows_that_there_are() -> None:
+    measured = json.loads((DATA / "chaos.json").read_text())["rows"]
+    assert {row["name"] for row in measured} <= {row.name for row in ROWS}
+    assert [row["name"] for row in measured if row["verdict"] != "as promised" or not row["proof"]] == []
