@@ -4,13 +4,36 @@ Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 the cluster is not healthy.
 """
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from deploy.bench.options import bench
+from deploy.cli_options import (
+    DEFAULT_SERVER,
+    DEFAULT_URL,
+    AsJson,
+    Attention,
+    Autoscale,
+    ConfigFile,
+    Dtype,
+    GrpcPort,
+    HttpPort,
+    Insecure,
+    KVCacheDtype,
+    LocalPrefill,
+    Model,
+    Purpose,
+    Quantization,
+    RedisUrl,
+    Role,
+    Seconds,
+    Server,
+    Tls,
+    Traces,
+    Url,
+)
 from deploy.keys_options import app as keys_app
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNHEALTHY = 0, 1, 2, 3
@@ -20,70 +43,6 @@ config_app = typer.Typer(no_args_is_help=True, help="What the settings are and w
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.command()(bench)
-
-
-class Dtype(StrEnum):
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class KVCacheDtype(StrEnum):
-    AUTO = "auto"
-    INT8 = "int8"
-    FP8_E4M3 = "fp8_e4m3"
-
-
-class Quantization(StrEnum):
-    NONE = "none"
-    INT8 = "int8"
-    INT4 = "int4"
-
-
-class Attention(StrEnum):
-    AUTO = "auto"
-    CPU = "cpu"
-    TRITON = "triton"
-
-
-class Role(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-class Purpose(StrEnum):
-    UP = "up"
-    ROUTER = "router"
-    WORKER = "worker"
-
-
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="YAML file of settings; pdserve config show names them.")
-]
-Model = Annotated[str | None, typer.Option(help="Hugging Face directory or GGUF file; default: the demo model.")]
-RedisUrl = Annotated[str | None, typer.Option(help="Redis to use; default: one of our own.", show_default=False)]
-HttpPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the HTTP API (8000).")]
-GrpcPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the gRPC API (50051).")]
-LocalPrefill = Annotated[
-    int | None, typer.Option(min=0, help="Up to so many uncached tokens are prefilled on the decode worker.")
-]
-Autoscale = Annotated[
-    bool | None, typer.Option("--autoscale/--no-autoscale", help="Let the load decide the sizes, within autoscale.*.")
-]
-Traces = Annotated[
-    str | None, typer.Option("--otlp-traces-endpoint", help="Send traces there (http://host:4318/v1/traces).")
-]
-Tls = Annotated[Path | None, typer.Option("--tls", help="Directory of pdserve certs: TLS between all and to clients.")]
-Insecure = Annotated[
-    bool | None, typer.Option("--insecure/--no-insecure", help="Listen beyond loopback without TLS, if asked to.")
-]
-Server = Annotated[str, typer.Option(envvar="PDSERVE_SERVER", help="gRPC address of a router.")]
-Url = Annotated[str, typer.Option(envvar="PDSERVE_URL", help="HTTP address of a router.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Seconds = Annotated[float, typer.Option(min=0.0, help="How long to wait, in seconds.")]
-
-DEFAULT_SERVER = "127.0.0.1:50051"
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @app.command()
