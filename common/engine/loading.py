@@ -19,6 +19,7 @@ from common.kv.quantized import is_quantized
 from common.model.backend import AttentionBackend
 from common.model.cpu_backend import CpuBackend
 from common.model.decoder import Decoder, build_decoder
+from common.model.elementwise import Elementwise
 from common.model.native_backend import NativeBackend
 from common.model.weights import open_weights
 from common.native.ops import NativeOps, native_ops
@@ -64,7 +65,8 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
     is_plain = spec.has_plain_attention and not is_quantized(kv_dtype)
     backend = _triton(cache, spec, dtype) if attention == "triton" else _cpu_backend(ops if is_plain else None)
     weights = open_weights(checkpoint, dtype, device, partial(progress, LoadPhase.WEIGHTS))
-    model = build_decoder(spec, weights, backend, device, ops, _products(ops, config.quantization, dtype))
+    elementwise = _elementwise(attention, ops)
+    model = build_decoder(spec, weights, backend, device, elementwise, _products(ops, config.quantization, dtype))
     draws = _draws(attention, ops)
     runner = _new_runner(config, model, cache, draws, _max_model_len(config, spec, cache))
     progress(LoadPhase.SELF_TEST, 0.0)
@@ -172,6 +174,14 @@ def _products(ops: NativeOps | None, quantization: Quantization, dtype: torch.dt
             f"quantization={quantization} needs bfloat16 on a CPU with AVX512-BF16, and a C++ compiler"
         )
     return products.with_bits({"int8": 8, "int4": 4}[quantization])
+
+
+def _elementwise(attention: Attention, ops: NativeOps | None) -> Elementwise | None:
+    if attention == "triton":
+        from common.kernels.elementwise import TritonElementwise  # imports triton
+
+        return TritonElementwise()
+    return ops
 
 
 def _draws(attention: Attention, ops: NativeOps | None) -> DrawCandidates | None:

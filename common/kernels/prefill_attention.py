@@ -37,7 +37,8 @@ def prefill_tiles(num_rows: int, head_dim: int, dtype: torch.dtype, kind: int = 
         block_m, block_n = (32, 32) if head_dim <= 64 else (32, 16) if head_dim <= 128 else (16, 16)
         return PrefillTiles(block_m, block_n, num_warps=8, num_stages=1)
     if head_dim > 128:
-        return PrefillTiles(block_m=64, block_n=32, num_warps=8, num_stages=2)
+        block_n = 16 if kind and not nvidia_arch() else 32
+        return PrefillTiles(block_m=64, block_n=block_n, num_warps=8, num_stages=2)
     if kind:  # codes are made numbers of in registers
         return PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=2)
     # sm_80 and gfx942 hold the products in registers, where sm_90 reads them from shared memory

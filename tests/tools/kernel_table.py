@@ -16,7 +16,7 @@ import torch
 
 from common.kernels.chunk import pack_chunk, unpack_chunk
 from common.kernels.decode_attention import decode_attention, decode_candidates
-from common.kernels.norm import add_rms_norm
+from common.kernels.norm import add_rms_norm, rms_norm
 from common.kernels.prefill_attention import prefill_attention, prefill_candidates
 from common.kernels.rope_write import rope_and_write
 from common.kernels.sampling import adjust_logits, may_draw, row_best
@@ -118,6 +118,7 @@ def _other_cases() -> Iterator[Case]:
         for hidden in (576, 4096, 8192):
             x = torch.ones(4, hidden, dtype=DTYPES[dtype])
             yield Case(f"add_rms_norm {dtype} {hidden}", partial(add_rms_norm, x, x, x[0], 1e-5), NO_MATRIX)
+            yield Case(f"rms_norm {dtype} {hidden}", partial(rms_norm, x, x[0], 1e-5), NO_MATRIX)
         x = torch.ones(4, 11008, dtype=DTYPES[dtype])
         yield Case(f"silu_mul {dtype}", partial(silu_mul, x, x), NO_MATRIX)
 

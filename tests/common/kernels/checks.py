@@ -11,7 +11,7 @@ import torch
 
 from common.kernels.chunk import pack_chunk, pack_chunk_reference, unpack_chunk, unpack_chunk_reference
 from common.kernels.decode_attention import SPLIT_LEN, decode_attention, decode_attention_reference
-from common.kernels.norm import add_rms_norm, add_rms_norm_reference
+from common.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from common.kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from common.kernels.rope_write import rope_and_write, rope_and_write_reference
 from common.kernels.sampling import (
@@ -173,6 +173,19 @@ def check_add_rms_norm(case: Case, device: str) -> None:
     torch.testing.assert_close(out, expected_out, rtol=bound, atol=bound)
 
 
+def check_rms_norm(case: Case, device: str) -> None:
+    """Heads of a token, which may be slices of one fused projection."""
+    num_tokens, num_heads, size = case["num_tokens"], case["num_heads"], case["size"]
+    fused = torch.randn(num_tokens, num_heads + case["is_sliced"], size, generator=torch.Generator().manual_seed(0))
+    x = fused.to(case["dtype"]).to(device)[:, :num_heads]
+    weight = torch.linspace(0.5, 1.5, size, device=device).to(case["dtype"])
+    bound = ROUNDING_BOUND[case["dtype"]]
+    for rows in (x, x[:, 0]) if num_heads == 1 else (x,):
+        torch.testing.assert_close(
+            rms_norm(rows, weight, 1e-5), rms_norm_reference(rows, weight, 1e-5), rtol=bound, atol=0
+        )
+
+
 def check_silu_mul(case: Case, device: str) -> None:
     gate, up = _halves(case, 4.0, device)
     bound = 2 * ROUNDING_BOUND[case["dtype"]]
@@ -268,6 +281,7 @@ GRIDS = {
     "rope_and_write": Grid(check_rope_and_write, pairwise(_ROPE_AXES)),
     "pack_chunk": Grid(check_pack, pairwise(_CHUNK_AXES)),
     "unpack_chunk": Grid(check_unpack, pairwise(_CHUNK_AXES)),
+    "rms_norm": Grid(check_rms_norm, pairwise(_ROW_AXES | {"num_heads": (1, 3)})),
     "add_rms_norm": Grid(check_add_rms_norm, pairwise(_ROW_AXES)),
     "row_best": Grid(check_row_best, pairwise(_SAMPLE_AXES)),
     "may_draw": Grid(check_may_draw, pairwise(_SAMPLE_AXES)),

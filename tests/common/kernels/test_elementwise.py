@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from common.kernels.elementwise import TritonElementwise
 from common.kernels.silu_mul import silu_mul
+from common.model.elementwise import Elementwise, TorchElementwise
 from tests.common.kernels.checks import GRIDS
 from tests.common.kernels.pairwise import Case, case_id
 
@@ -11,6 +13,25 @@ from tests.common.kernels.pairwise import Case, case_id
 @pytest.mark.parametrize("case", GRIDS["add_rms_norm"].cases, ids=case_id)
 def test_add_rms_norm_matches_reference(case: Case) -> None:
     GRIDS["add_rms_norm"].check(case, "cpu")
+
+
+@pytest.mark.parametrize("case", GRIDS["rms_norm"].cases, ids=case_id)
+def test_rms_norm_matches_reference(case: Case) -> None:
+    GRIDS["rms_norm"].check(case, "cpu")
+
+
+def test_what_a_model_needs_is_what_torch_gives() -> None:
+    """The kernels behind `Elementwise`, for a layer's rows and for the heads of a fused projection."""
+    generator = torch.Generator().manual_seed(0)
+    x, residual, gate_up = (torch.randn(5, size, generator=generator) for size in (96, 96, 64))
+    weight, heads = torch.rand(96, generator=generator), torch.randn(5, 6, 96, generator=generator)[:, :4]
+    ours: Elementwise = TritonElementwise()
+    expected = TorchElementwise()
+    torch.testing.assert_close(ours.rms_norm(heads, weight, 1e-5), expected.rms_norm(heads, weight, 1e-5))
+    torch.testing.assert_close(
+        ours.add_rms_norm(x, residual, weight, 1e-5), expected.add_rms_norm(x, residual, weight, 1e-5)
+    )
+    torch.testing.assert_close(ours.silu_mul(gate_up), expected.silu_mul(gate_up))
 
 
 @pytest.mark.parametrize("case", GRIDS["silu_mul"].cases, ids=case_id)
