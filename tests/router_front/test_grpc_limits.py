@@ -1,0 +1,52 @@
+"""Limits of a gRPC connection: what a stranger may send before and beside a message."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from common.pb import generation_pb2 as pb
+from router import limits
+from tests.router_front.grpc_rig import grpc_rig
+from tests.router_front.http_rig import ids, in_flight
+from tests.router_front.scripted_service import Pause, ScriptedService, accepted, always
+
+REQUEST = pb.GenerateRequest(prompt="x")
+
+
+async def test_metadata_has_the_size_of_an_http_head() -> None:
+    service = always(ids("ok"))
+    async with grpc_rig(service) as rig:
+        assert await rig.generate(REQUEST, metadata=(("x-large", "y" * (limits.MAX_HEADER_BYTES - 2000)),))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rig.generate(REQUEST, metadata=(("x-large", "y" * limits.MAX_HEADER_BYTES),))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await rig.generate(REQUEST)
+    assert len(service.submitted) == 2
+
+
+async def test_further_calls_of_a_connection_wait_in_the_client() -> None:
+    service = ScriptedService(lambda request: [accepted(request), Pause()])
+    async with grpc_rig(service) as rig:
+        calls = [rig.stub.Generate(REQUEST) for _ in range(limits.MAX_GRPC_STREAMS + 5)]
+        reading = [asyncio.ensure_future(call.read()) for call in calls]
+        await in_flight(rig.frontend, limits.MAX_GRPC_STREAMS)
+        assert sum(task.done() for task in reading) <= limits.MAX_GRPC_STREAMS
+        calls[0].cancel()
+
+        await in_flight(rig.frontend, limits.MAX_GRPC_STREAMS)
+        assert len(service.submitted) <= limits.MAX_GRPC_STREAMS + 1
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        await in_flight(rig.frontend, 0)
+
+
+async def test_a_connection_that_never_says_anything_is_closed() -> None:
+    async with grpc_rig(always(ids("ok"))) as rig:
+        host, _, port = rig.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(20 * limits.HANDSHAKE_TIMEOUT_S):
+            while await reader.read(4096):
+                pass  # the server's settings, and then the end
+        writer.close()
