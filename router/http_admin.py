@@ -12,6 +12,7 @@ from common.cluster_reports import LoadingWorker, RouterReport
 from common.errors import InvalidRequest, RequestNotFound, WorkerNotFound
 from common.ids import RequestId, WorkerRef
 from common.prefix_index.census import WorkerCensus
+from router import limits
 from router.frontend import Frontend
 from router.http_gate import HttpGate
 from router.http_io import json_response, read_json
@@ -23,7 +24,6 @@ from router.request_spec import Prompt, TextPrompt
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _NUM_RECORDS = 100
-_MAX_REPLICAS = 1024
 DEFAULT_DRAIN_GRACE_S = 30.0
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -154,8 +154,8 @@ class AdminEndpoints:
         has_body = request.headers.get("content-length", "0") != "0"
         body = await self._body(request, _DRAIN) if has_body else DrainBody()
         worker_id = request.path_params["worker_id"]
-        if not 0 <= body.grace_s <= 3600:
-            raise InvalidRequest("grace_s must be between 0 and 3600", param="grace_s")
+        if not 0 <= body.grace_s <= limits.MAX_DRAIN_GRACE_S:
+            raise InvalidRequest(f"grace_s must be between 0 and {limits.MAX_DRAIN_GRACE_S:g}", param="grace_s")
         if not self._service.drain_worker(worker_id, body.grace_s):
             raise WorkerNotFound(f"no worker {worker_id[:128]!r} is known")
         return json_response({"worker_id": worker_id, "state": "draining"}, 202)
@@ -181,9 +181,9 @@ class AdminEndpoints:
 
     async def _scale(self, sizes: Mapping[str, int], param: str) -> None:
         for role, replicas in sizes.items():
-            if not 0 <= replicas <= _MAX_REPLICAS:
+            if not 0 <= replicas <= limits.MAX_REPLICAS:
                 name = param or role
-                raise InvalidRequest(f"{name} must be between 0 and {_MAX_REPLICAS}", param=name)
+                raise InvalidRequest(f"{name} must be between 0 and {limits.MAX_REPLICAS}", param=name)
         if self._hooks.scale_pools is None:
             raise InvalidRequest("pools are not managed by this process", param="role")
         await self._hooks.scale_pools(sizes)

@@ -21,12 +21,9 @@ from router.tenants import Tenant
 JSON = "application/json"
 REQUEST_ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout-s"
-# A refused body is read to its end within these bounds, so that the client gets to see the answer.
-_MAX_DISCARDED_BYTES = 64 << 20
-_DISCARD_TIMEOUT_S = 0.5
 _SCOPE_KEY = "pdserve.request_id"
 TENANT_SCOPE_KEY = "pdserve.tenant"
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{limits.MAX_REQUEST_ID_HEADER_LENGTH}}}")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _encoder = msgspec.json.Encoder()
@@ -150,8 +147,8 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 async def _discard(request: Request) -> None:
     num_bytes = 0
     try:
-        async with asyncio.timeout(_DISCARD_TIMEOUT_S):
-            while num_bytes < _MAX_DISCARDED_BYTES:
+        async with asyncio.timeout(limits.DISCARD_TIMEOUT_S):
+            while num_bytes < limits.MAX_DISCARDED_BYTES:
                 message = await request.receive()
                 num_bytes += len(message.get("body", b""))
                 if not message.get("more_body", False):

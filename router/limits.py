@@ -18,6 +18,12 @@ MAX_HEADERS = 100
 # Calls at a time on one gRPC connection; further ones wait in the client.
 MAX_GRPC_STREAMS = 100
 HANDSHAKE_TIMEOUT_S = 2.0
+# A refused body is read to its end within these bounds, so that the client gets to see the answer.
+MAX_DISCARDED_BYTES = 64 << 20
+DISCARD_TIMEOUT_S = 0.5
+# Between two requests of a connection. Longer than the idle time of common proxies (Go's is 90 s): the proxy closes
+# first, so no request meets a reset.
+KEEP_ALIVE_TIMEOUT_S = 120
 # A client that takes nothing from us for this long is gone.
 WRITE_TIMEOUT_S = 30.0
 
@@ -32,11 +38,15 @@ MAX_LOGIT_BIAS = 300
 MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_CACHE_SALT_LENGTH = 128
 MAX_REQUEST_ID_LENGTH = 64
+MAX_REQUEST_ID_HEADER_LENGTH = 128
 MAX_ABORT_IDS = 256
 MAX_TRACE_PARENT_LENGTH = 128
 MIN_DEADLINE_S = 0.001
 MAX_DEADLINE_S = 86_400.0
 MIN_WATCH_INTERVAL_S = 0.1
+# Of administrators.
+MAX_REPLICAS = 1024
+MAX_DRAIN_GRACE_S = 3600.0
 
 # Text longer than this is tokenized off the event loop (measured: 0.12 ms per 1,000 characters; the way to another
 # thread and back costs about 0.1 ms).

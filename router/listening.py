@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from router import limits
 from router.http_protocol import GuardedProtocol
 
-# Longer than the idle time of common proxies (Go's is 90 s): the proxy closes first, so no request meets a reset.
-_KEEP_ALIVE_TIMEOUT_S = 120
 _BACKLOG = 2048
 _SWEEP_INTERVAL_S = 1.0
 
@@ -53,7 +52,7 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_TIMEOUT_S,
+            timeout_keep_alive=limits.KEEP_ALIVE_TIMEOUT_S,
             timeout_graceful_shutdown=1,
             ssl_context_factory=None if tls is None else lambda config, default: tls,
         )
