@@ -1,7 +1,8 @@
-"""Index look-ups, in memory and through Redis, over the prefixes of a real trace (tests/bench/data)."""
+"""Index look-ups in memory, through Redis and in a router's mirror, over the prefixes of a real trace; and updates."""
 
 import asyncio
 import hashlib
+import itertools
 import json
 import statistics
 import tempfile
@@ -13,13 +14,17 @@ from typing import Any
 from common.ids import BlockHash, WorkerRef
 from common.messages import Role
 from common.prefix_index.memory import InMemoryIndex
+from common.prefix_index.mirror import MirroredIndexReader
 from common.prefix_index.protocol import PrefixIndexReader, Registration
 from common.prefix_index.redis import RedisIndexReader, WorkerPresence
+from common.prefix_index.registry import Lease
+from common.prefix_index.writer import RedisIndexWriter
 from tests.redis_box import binaries, redis_box
 
 TRACE = Path(__file__).parent / "data" / "mooncake_prefixes.json"
 NUM_WORKERS = 8
 LONG = 256
+NUM_UPDATES = 500
 WORKERS = [WorkerRef(f"d{number}", "life") for number in range(NUM_WORKERS)]
 
 
@@ -45,10 +50,46 @@ async def _measure() -> list[dict[str, Any]]:
         presences = await _publish(box.url, held)
         await _until_visible(reader, long)
         rows += await _lookup_rows("Redis", reader, prompts, long)
+        rows += await _mirror_rows(reader, box.url, prompts, long)
+        rows.append(await _update_row(box.url))
         for presence in presences:
             await presence.close()
-        await reader.close()
     return rows
+
+
+async def _mirror_rows(
+    reader: RedisIndexReader, url: str, prompts: Sequence[list[BlockHash]], long: list[BlockHash]
+) -> list[dict[str, Any]]:
+    """Closes `reader` too: a mirror owns the one it asks without a copy."""
+    mirror = MirroredIndexReader(reader, url, "bench")
+    mirror.start()
+    async with asyncio.timeout(20.0):
+        while mirror.known_prefix(long, WORKERS) is None:
+            await mirror.longest_prefix(long, WORKERS)
+            await asyncio.sleep(0.05)
+    rows = await _lookup_rows("in a router's mirror", mirror, prompts, long)
+    await mirror.close()
+    return rows
+
+
+async def _update_row(url: str) -> dict[str, Any]:
+    """Batches as a step of a worker makes them: 32 blocks stored, 32 evicted; each waits for the one before."""
+    ref = WorkerRef("updates", "life")
+    lease = Lease(url, "bench", Registration(ref, Role.DECODE, "127.0.0.1:1"), 60.0)
+    writer = RedisIndexWriter(url, "bench", ref, 60.0, snapshot=list)
+    await lease.renew()
+    await writer.flush()
+    hashes = [BlockHash(hashlib.sha256(f"update {number}".encode()).digest()) for number in range(32 * NUM_UPDATES)]
+    batches = [hashes[at : at + 32] for at in range(0, len(hashes), 32)]
+    started_s = time.perf_counter()
+    for evicted, stored in itertools.pairwise(batches):
+        writer.publish(stored, evicted)
+        await writer.flush()
+    rate = 64 * (NUM_UPDATES - 1) / (time.perf_counter() - started_s)
+    await writer.close()
+    await lease.close()
+    name = "index updates, 32 blocks stored and 32 evicted at a time"
+    return {"metric": name, "unit": "blocks/s", "ours": rate, "peers": {}, "floor": None, "better": "higher"}
 
 
 def _prompts() -> list[list[BlockHash]]:
