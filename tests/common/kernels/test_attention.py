@@ -33,8 +33,9 @@ def test_prefill_kernel_serves_single_tokens_among_chunks() -> None:
 @pytest.mark.parametrize("kv_dtype", (None, torch.int8))
 def test_persistent_prefill_gives_the_same_bits(kv_dtype: torch.dtype | None) -> None:
     """More tiles than programs, so that every program takes several."""
-    case = attention_case(((300, 200), (40, 1), (0, 0), (90, 90)), Shape(dtype=torch.bfloat16, kv_dtype=kv_dtype))
-    tiles = prefill_tiles(200 * 2, 64, torch.bfloat16)
+    shape = Shape(head_dim=16, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    case = attention_case(((200, 140), (40, 1), (0, 0), (90, 90)), shape)
+    tiles = prefill_tiles(140 * 2, 16, torch.bfloat16)
     expected = prefill_attention(case.q, case.kv, case.batch, case.scale, tiles=tiles)
     persistent = replace(tiles, is_persistent=True)
     assert torch.equal(prefill_attention(case.q, case.kv, case.batch, case.scale, tiles=persistent), expected)
