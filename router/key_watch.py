@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from common.config import RouterConfig
 from common.telemetry.logs import get_logger
 from router.access import Access, AdminKey
+from router.error_reports import internal_error
 from router.key_file import MAX_FILE_BYTES, InvalidKeyFile, parse_key_file
 from router.request_metrics import RouterMetrics
 from router.tenants import Tenants
@@ -101,3 +102,6 @@ async def _watch(files: Sequence[WatchedFile[Any]], metrics: RouterMetrics) -> N
             except InvalidKeyFile as error:
                 metrics.inc("pdserve_key_file_errors")
                 get_logger().error("key_file_refused", problem=str(error))
+            except Exception as error:  # a bug must not end the watch: a key that is withdrawn later must go
+                metrics.inc("pdserve_key_file_errors")
+                internal_error(error)

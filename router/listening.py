@@ -69,12 +69,10 @@ class HttpServer:
 
     async def serve(self) -> None:
         """Until `stop`."""
-        sweeping = asyncio.ensure_future(self._sweep())
-        try:
+        async with asyncio.TaskGroup() as tasks:
+            sweeping = tasks.create_task(self._sweep())
             await self._server.serve(sockets=[self._listener])
-        finally:
             sweeping.cancel()
-            await asyncio.gather(sweeping, return_exceptions=True)
 
     async def _sweep(self) -> None:
         """End connections whose request is too slow. One look at all costs less than a timer for each request."""

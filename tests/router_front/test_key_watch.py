@@ -111,6 +111,20 @@ async def test_a_file_that_becomes_wrong_leaves_the_keys_in_force_and_is_told_on
     await becomes(lambda: lets_in(access, NEW))
 
 
+async def test_no_bug_ends_the_watch(
+    watched: tuple[Path, Access, Counted], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, access, metrics = watched
+    with monkeypatch.context() as patch:
+        patch.setattr("router.key_file.KeyFile.model_validate", lambda tree: 1 // 0)
+        path.write_text(file_text(OLD, "another"))
+        await becomes(lambda: bool(metrics.names))
+    assert "ZeroDivisionError" in capsys.readouterr().out
+    path.write_text(file_text(NEW))
+    await becomes(lambda: lets_in(access, NEW))
+    assert not lets_in(access, OLD)
+
+
 async def test_a_file_that_is_wrong_at_the_start_stops_the_start(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     for content in (None, "tenants: 1"):
