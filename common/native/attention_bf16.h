@@ -1,5 +1,5 @@
 // Attention of single new tokens over bfloat16 blocks by AVX512-BF16: 16 keys at a time, their dot products reduced
-// together. The same layout and results independent of batch and threads as in attention.h; weights stay float32.
+// together. Layout as in attention.h; as there, no result depends on threads or on what else is in the batch.
 
 #pragma once
 
@@ -26,109 +26,125 @@ inline __m512 sum_each(__m512* v) {
     return halve(halve(v[0], v[1]), halve(v[2], v[3]));
 }
 
-// scores[0..16) = query . key of 16 tokens; DIM is a multiple of 32
+// scores[0..16) = query . key of the 16 tokens at keys + offsets[..]; DIM is a multiple of 32
 template <int DIM>
-inline void score_keys(float* scores, const bfloat16* query, const bfloat16* const* keys) {
+inline void score_keys(float* scores, const bfloat16* query, const bfloat16* keys, const int64_t* offsets) {
     __m512bh q[DIM / 32];
     for (int part = 0; part < DIM / 32; ++part) q[part] = (__m512bh)_mm512_loadu_si512(query + part * 32);
     __m512 sums[kKeys];
 #pragma GCC unroll 16
-    for (int key = 0; key < kKeys; ++key) {
-        sums[key] = _mm512_setzero_ps();
+    for (int token = 0; token < kKeys; ++token) {
+        const bfloat16* key = keys + offsets[token];
+        sums[token] = _mm512_setzero_ps();
         for (int part = 0; part < DIM / 32; ++part)
-            sums[key] = _mm512_dpbf16_ps(sums[key], (__m512bh)_mm512_loadu_si512(keys[key] + part * 32), q[part]);
+            sums[token] = _mm512_dpbf16_ps(sums[token], (__m512bh)_mm512_loadu_si512(key + part * 32), q[part]);
     }
     _mm512_storeu_ps(scores, sum_each(sums));
 }
 
-// sums[g][0..64) += sum over tokens of weights[g * stride + token] * values[token], for GROUP query heads
+// sums[g][0..64) += sum over 16 tokens of weights[g * stride + token] * value, for GROUP query heads. Values of two
+// tokens are interleaved for the instruction, which leaves the sums in an order that `unweave` mends.
 template <int GROUP>
-void weigh_values(float* sums, int64_t sums_stride, const float* weights, int64_t stride, const bfloat16* const* values,
-                  int64_t num_tokens) {
+void weigh_values(float* sums, int64_t sums_stride, const bfloat16* weights, int64_t stride, const bfloat16* values,
+                  const int64_t* offsets) {
     __m512 totals[GROUP][4];
     for (int g = 0; g < GROUP; ++g)
         for (int part = 0; part < 4; ++part) totals[g][part] = _mm512_loadu_ps(sums + g * sums_stride + part * kLane);
-    for (int64_t token = 0; token < num_tokens; ++token) {
-        __m512 value[4];
-        for (int part = 0; part < 4; ++part) value[part] = load_lane(values[token] + part * kLane, 0xFFFF);
+    for (int token = 0; token < kKeys; token += 2) {
+        const bfloat16 *first = values + offsets[token], *second = values + offsets[token + 1];
+        __m512i pairs[4];
+        for (int half = 0; half < 2; ++half) {
+            const __m512i a = _mm512_loadu_si512(first + half * 32), b = _mm512_loadu_si512(second + half * 32);
+            pairs[2 * half] = _mm512_unpacklo_epi16(a, b);
+            pairs[2 * half + 1] = _mm512_unpackhi_epi16(a, b);
+        }
         for (int g = 0; g < GROUP; ++g) {
-            __m512 weight = _mm512_set1_ps(weights[g * stride + token]);
-            for (int part = 0; part < 4; ++part) totals[g][part] = _mm512_fmadd_ps(weight, value[part], totals[g][part]);
+            int32_t both;
+            std::memcpy(&both, weights + g * stride + token, 4);
+            const __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
+            for (int part = 0; part < 4; ++part)
+                totals[g][part] = _mm512_dpbf16_ps(totals[g][part], weight, (__m512bh)pairs[part]);
         }
     }
     for (int g = 0; g < GROUP; ++g)
         for (int part = 0; part < 4; ++part) _mm512_storeu_ps(sums + g * sums_stride + part * kLane, totals[g][part]);
 }
 
-using WeighValues = void (*)(float*, int64_t, const float*, int64_t, const bfloat16* const*, int64_t);
+using WeighValues = void (*)(float*, int64_t, const bfloat16*, int64_t, const bfloat16*, const int64_t*);
 constexpr WeighValues kWeighValues[kMaxGroup] = {weigh_values<1>, weigh_values<2>, weigh_values<3>, weigh_values<4>};
 
-// Where the rows of 16 tokens lie. Those past the end repeat the last one, whose scores nobody reads.
-struct Rows {
-    const bfloat16* at[kKeys];
+// 32 sums of `weigh_values`, times a factor, in order.
+inline void unweave(bfloat16* out, const float* sums, float factor) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    const __m512 a = _mm512_loadu_ps(sums), b = _mm512_loadu_ps(sums + kLane), by = _mm512_set1_ps(factor);
+    store_lane(out, _mm512_mul_ps(_mm512_permutex2var_ps(a, first, b), by), 0xFFFF);
+    store_lane(out + kLane, _mm512_mul_ps(_mm512_permutex2var_ps(a, second, b), by), 0xFFFF);
+}
 
-    Rows(const bfloat16* first, int64_t row_size, int64_t block_size, const int32_t* blocks, int64_t token,
-         int64_t seq_len) {
-        int64_t block = token / block_size, offset = token % block_size;
-        for (int64_t i = 0; i < kKeys; ++i) {
-            at[i] = first + (int64_t(blocks[block]) * block_size + offset) * row_size;
-            if (token + i + 1 >= seq_len) continue;
-            if (++offset == block_size) ++block, offset = 0;
-        }
-    }
+struct TokenScratch {
+    std::vector<int64_t> offsets;  // of each token's row in K and V; those past the end repeat the last one
+    std::vector<float> scores, sums, totals;
+    std::vector<bfloat16> weights;
 
-    void prefetch(int64_t size) const {
-        for (int64_t i = 0; i < kKeys; ++i)
-            for (int64_t d = 0; d < size; d += 32) _mm_prefetch((const char*)(at[i] + d), _MM_HINT_T0);
-    }
-
-    Rows shifted(int64_t by) const {
-        Rows result = *this;
-        for (const bfloat16*& row : result.at) row += by;
-        return result;
+    void fit(int64_t num_tokens, int64_t num_rows, int64_t dim) {
+        offsets.resize(num_tokens);
+        scores.resize(num_tokens * num_rows);
+        weights.assign(num_tokens * num_rows, bfloat16{0});
+        sums.assign(num_rows * dim, 0.0f);
+        totals.resize(num_rows);
     }
 };
 
-// As `attend_sequence` of attention.h. Blocks are read once each, all KV heads of a token together, and fetched ahead.
+// As `attend_sequence` of attention.h, but weights are rounded to bfloat16. Blocks are read once each, all KV heads of
+// a token together, and fetched ahead.
 template <int DIM>
 void attend_bf16(bfloat16* out, const bfloat16* q, Cache<bfloat16> cache, Heads heads, const int32_t* blocks,
                  int64_t seq_len, float scale, int64_t first_head, int64_t last_head) {
-    static thread_local std::vector<float> scratch;
+    static thread_local TokenScratch scratch;
     const int64_t group = heads.num_heads / heads.num_kv_heads, padded = (seq_len + kKeys - 1) / kKeys * kKeys;
     const int64_t num_heads = last_head - first_head, num_rows = num_heads * group;
-    scratch.assign(num_rows * (padded + DIM), 0.0f);
-    float *sums = scratch.data(), *scores = sums + num_rows * DIM;
+    scratch.fit(padded, num_rows, DIM);
+    int64_t* offsets = scratch.offsets.data();
+    for (int64_t token = 0, block = 0, within = 0; token < padded; ++token) {
+        offsets[token] = (blocks[block] * cache.block_size + within) * heads.num_kv_heads * DIM;
+        if (token + 1 >= seq_len) continue;
+        if (++within == cache.block_size) ++block, within = 0;
+    }
     q += first_head * group * DIM, out += first_head * group * DIM;
     auto each_chunk = [&](const bfloat16* rows, auto visit) {
-        auto rows_at = [&](int64_t token) {
-            return Rows(rows + first_head * DIM, heads.num_kv_heads * DIM, cache.block_size, blocks, token, seq_len);
+        rows += first_head * DIM;
+        auto prefetch = [&](int64_t first, int64_t last) {
+            for (int64_t token = first; token < std::min(last, padded); ++token)
+                for (int64_t d = 0; d < num_heads * DIM; d += 32)
+                    _mm_prefetch((const char*)(rows + offsets[token] + d), _MM_HINT_T0);
         };
-        for (int64_t token = 0; token < std::min(kKeysAhead, seq_len); token += kKeys)
-            rows_at(token).prefetch(num_heads * DIM);
-        for (int64_t token = 0; token < seq_len; token += kKeys) {
-            if (token + kKeysAhead < seq_len) rows_at(token + kKeysAhead).prefetch(num_heads * DIM);
-            const Rows current = rows_at(token);
-            for (int64_t head = 0; head < num_heads; ++head) visit(token, head, current.shifted(head * DIM));
+        prefetch(0, kKeysAhead);
+        for (int64_t token = 0; token < padded; token += kKeys) {
+            prefetch(token + kKeysAhead, token + kKeysAhead + kKeys);
+            for (int64_t head = 0; head < num_heads; ++head) visit(token, head, rows + head * DIM);
         }
     };
-    each_chunk(cache.k, [&](int64_t token, int64_t head, const Rows& keys) {
+    float *scores = scratch.scores.data(), *sums = scratch.sums.data();
+    bfloat16* weights = scratch.weights.data();
+    each_chunk(cache.k, [&](int64_t token, int64_t head, const bfloat16* keys) {
         for (int64_t row = head * group; row < (head + 1) * group; ++row)
-            score_keys<DIM>(scores + row * padded + token, q + row * DIM, keys.at);
+            score_keys<DIM>(scores + row * padded + token, q + row * DIM, keys, offsets + token);
     });
-    for (int64_t row = 0; row < num_rows; ++row) {
-        float* weights = scores + row * padded;
-        scale_row(weights, weights, 1.0f / exp_weights(weights, weights, seq_len, scale), seq_len);
-    }
-    each_chunk(cache.v, [&](int64_t token, int64_t head, const Rows& values) {
+    for (int64_t row = 0; row < num_rows; ++row)
+        scratch.totals[row] = exp_weights(weights + row * padded, scores + row * padded, seq_len, scale);
+    each_chunk(cache.v, [&](int64_t token, int64_t head, const bfloat16* values) {
         for (int64_t part = 0; part < DIM; part += 64)
             for (int64_t g = 0; g < group; g += kMaxGroup) {
-                int64_t row = head * group + g;
-                kWeighValues[std::min(kMaxGroup, group - g) - 1](sums + row * DIM + part, DIM, scores + row * padded + token,
-                                                                 padded, values.shifted(part).at,
-                                                                 std::min(kKeys, seq_len - token));
+                const int64_t row = head * group + g;
+                kWeighValues[std::min(kMaxGroup, group - g) - 1](sums + row * DIM + part, DIM,
+                                                                 weights + row * padded + token, padded,
+                                                                 values + part, offsets + token);
             }
     });
-    scale_row(out, sums, 1.0f, num_rows * DIM);
+    for (int64_t row = 0; row < num_rows; ++row)
+        for (int64_t d = 0; d < DIM; d += 32)
+            unweave(out + row * DIM + d, sums + row * DIM + d, 1.0f / scratch.totals[row]);
 }
 
 inline Attend<bfloat16> attend_bf16_for(Heads heads) {

@@ -92,6 +92,7 @@ void rope_write(T* q_out, T* k_cache, T* v_cache, const T* q, const T* k, const 
                 Placement placement, int64_t num_tokens, Heads heads, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_tokens >= 16)
     for (int64_t token = 0; token < num_tokens; ++token)
-        rope_write_token(q_out + token * heads.num_heads * heads.head_dim, k_cache, v_cache, q + token * token_strides[0],
-                         k + token * token_strides[1], v + token * token_strides[2], placement, token, heads);
+        rope_write_token(q_out + token * heads.num_heads * heads.head_dim, k_cache, v_cache,
+                         q + token * token_strides[0], k + token * token_strides[1], v + token * token_strides[2],
+                         placement, token, heads);
 }

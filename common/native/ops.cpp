@@ -1,4 +1,4 @@
-// What torch has no fast operator for on CPUs, called through ctypes; every pointer and stride is checked by the caller.
+// What torch has no fast operator for on CPUs, called through ctypes; the caller checks every pointer and stride.
 // Sums are in float32; a bfloat16 result is rounded once, at the end. No result depends on the number of threads or on
 // what else is in the batch.
 
@@ -9,13 +9,13 @@
 #include "elementwise.h"
 #include "stack.h"
 
-#define DISPATCH(call)           \
-    if (is_bfloat16) {           \
-        using T = bfloat16;      \
-        call;                    \
-    } else {                     \
-        using T = float;         \
-        call;                    \
+#define DISPATCH(...)       \
+    if (is_bfloat16) {      \
+        using T = bfloat16; \
+        __VA_ARGS__;        \
+    } else {                \
+        using T = float;    \
+        __VA_ARGS__;        \
     }
 
 extern "C" {
@@ -47,9 +47,10 @@ void pdserve_decode_attention(void* out, const void* q, const void* k_cache, con
                               int64_t num_seqs, float scale, int is_bfloat16, int num_threads) {
     const Sequences sequences{cu_seqlens, seq_lens, block_tables, table_stride, num_seqs};
     const Heads heads{num_heads, num_kv_heads, head_dim};
-    DISPATCH(decode_attention(DecodeTasks<T>((T*)out, (const T*)q, Cache<T>{(const T*)k_cache, (const T*)v_cache, block_size},
-                                             heads, sequences, scale, num_threads, attend_for<T>(heads)),
-                              num_threads))
+    DISPATCH(const Cache<T> cache{(const T*)k_cache, (const T*)v_cache, block_size};
+             const DecodeTasks<T> tasks((T*)out, (const T*)q, cache, heads, sequences, scale, num_threads,
+                                        attend_for<T>(heads));
+             decode_attention(tasks, num_threads))
 }
 
 // Per row the greatest logit (NaN where any is) and the first token that has it.

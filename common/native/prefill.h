@@ -106,7 +106,7 @@ struct Prefill {
             scale_row(out + at + row * stride, scratch.sums.data() + row * dim, 1.0f / totals[row], dim);
     }
 
-    // Softmax over the first `count` scores without the division by its sum, which is returned; the others weigh nothing.
+    // Softmax over the first `count` scores but for the division by its sum, which is returned; others weigh nothing.
     float weigh(bfloat16* weights, const float* scores, int64_t count, int64_t size) const {
         float sum = exp_weights(weights, scores, count, scale);
         std::memset(weights + count, 0, (size - count) * sizeof(bfloat16));

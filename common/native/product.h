@@ -41,7 +41,8 @@ inline void pack_group(uint16_t* target, const uint16_t* weights, int64_t stride
 inline void pack_product(uint16_t* target, const uint16_t* weights, int64_t num_out, int64_t num_in, Team team) {
     team.each(num_groups(num_out), [&](int64_t group) {
         int64_t first = group * kGroup;
-        pack_group(target + first * num_in, weights + first * num_in, num_in, std::min(kGroup, num_out - first), num_in);
+        pack_group(target + first * num_in, weights + first * num_in, num_in, std::min(kGroup, num_out - first),
+                   num_in);
     });
 }
 

@@ -4,7 +4,7 @@
 // Packed layout: outputs in groups of 48 as in product.h. int8: [inputs / 4][48][4] of weight + 128. int4:
 // [inputs / 8][48][4], the low half of a byte is (weight - least of the span) of one of the first four inputs, the high
 // half that of the input four behind. Scales of each group of outputs: float16 [inputs / span][48], for int4
-// [inputs / span][2][48], the second row being the span's least weight (what Q4_1 of GGUF has, so that its weights stay).
+// [inputs / span][2][48], the second row being the span's least weight (as Q4_1 of GGUF has it: its weights stay).
 
 #pragma once
 
@@ -51,7 +51,8 @@ void quantize_span(uint8_t* packed, uint16_t* scales, const bfloat16* weights) {
 
 // weights[num_out][num_in] bfloat16 -> packed and scales, groups of outputs spread over the team
 template <int BITS>
-void quantize_weights(uint8_t* target, uint16_t* scales, const bfloat16* weights, int64_t num_out, int64_t num_in, Team team) {
+void quantize_weights(uint8_t* target, uint16_t* scales, const bfloat16* weights, int64_t num_out, int64_t num_in,
+                      Team team) {
     constexpr int64_t span = kSpan<BITS>, span_bytes = span * kGroup * BITS / 8;
     const int64_t num_spans = num_in / span, num_scales = num_spans * kScaleRows<BITS> * kGroup;
     team.each(num_groups(num_out), [&](int64_t group) {
@@ -91,7 +92,8 @@ struct QuantizedRows {
             __m512 part[4], top = _mm512_setzero_ps();
             for (int64_t lane = 0; lane < span / kLane; ++lane) {
                 part[lane] = load_lane(x + index * span + lane * kLane, 0xFFFF);
-                top = _mm512_max_ps(top, _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(part[lane]), magnitude)));
+                const __m512i positive = _mm512_and_si512(_mm512_castps_si512(part[lane]), magnitude);
+                top = _mm512_max_ps(top, _mm512_castsi512_ps(positive));
             }
             const float greatest = _mm512_reduce_max_ps(top);
             const __m512 factor = _mm512_set1_ps(greatest > 0 ? 127.0f / greatest : 0.0f);
@@ -190,8 +192,8 @@ void multiply_int_block(Out* out, int64_t out_stride, const QuantizedRows& x, in
 }
 
 template <typename Out>
-using IntBlock = void (*)(Out*, int64_t, const QuantizedRows&, int64_t, const uint8_t*, const uint16_t*, const bfloat16*,
-                          int64_t, int64_t);
+using IntBlock = void (*)(Out*, int64_t, const QuantizedRows&, int64_t, const uint8_t*, const uint16_t*,
+                          const bfloat16*, int64_t, int64_t);
 
 template <int BITS, typename Out>
 constexpr IntBlock<Out> kIntBlocks[kIntRows] = {multiply_int_block<BITS, 1, Out>, multiply_int_block<BITS, 2, Out>,
@@ -210,16 +212,20 @@ void multiply_int(Out* out, const QuantizedRows& x, int64_t num_rows, const Prod
             kIntBlocks<BITS, Out>[std::min(kIntRows, last - row) - 1](
                 out + row * product.num_out + column, product.num_out, x, row,
                 (const uint8_t*)product.weights + group * group_bytes, product.scales + group * group_scales,
-                product.bias ? product.bias + column : nullptr, product.num_in, std::min(kGroup, product.num_out - column));
+                product.bias ? product.bias + column : nullptr, product.num_in,
+                std::min(kGroup, product.num_out - column));
     });
 }
 
-// out[num_rows][num_out] = x * weights + bias for weights of any width, by the whole team; `rows` is shared scratch that
-// fits. Threads may still be at work when one returns.
+// out[num_rows][num_out] = x * weights + bias for weights of any width, by the whole team; `rows` is shared scratch
+// that fits. Threads may still be at work when one returns.
 template <typename Out>
-void multiply_any(Out* out, const bfloat16* x, int64_t num_rows, const Product& product, QuantizedRows& rows, Team team) {
+void multiply_any(Out* out, const bfloat16* x, int64_t num_rows, const Product& product, QuantizedRows& rows,
+                  Team team) {
     if (product.bits == 16) return multiply(out, x, num_rows, product, team);
-    team.each(num_rows, [&](int64_t row) { rows.quantize(row, x + row * product.num_in, product.num_in, product.bits); });
+    team.each(num_rows, [&](int64_t row) {
+        rows.quantize(row, x + row * product.num_in, product.num_in, product.bits);
+    });
     team.wait();
     if (product.bits == 8)
         multiply_int<8>(out, rows, num_rows, product, team);

