@@ -9,7 +9,8 @@ MAX_JSON_DEPTH = 32
 # A gRPC message beyond the body limit is still received, up to this factor, so that it is refused with a clear
 # INVALID_ARGUMENT and not by the library.
 GRPC_HARD_LIMIT_FACTOR = 4
-# From the first byte of a request to the end of its head; a connection that has sent nothing yet has as long.
+# From the first byte of a request to the end of its head. A connection that has sent nothing yet has as long, and so
+# has a TLS handshake.
 HEADER_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 30.0
 # Request line and headers together, or a call's metadata.

@@ -44,7 +44,6 @@ class HttpServer:
         self._listener = listener
         config = uvicorn.Config(
             app,
-            http=GuardedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -89,6 +88,27 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
+    """uvicorn's, with connections of ours."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's for bound sockets, with a limit for a TLS handshake: asyncio's own is a minute."""
+        await self.lifespan.startup()
+        limit_s = limits.HEADER_TIMEOUT_S if self.config.ssl is not None else None
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                self._new_connection,
+                sock=listener,
+                ssl=self.config.ssl,
+                backlog=self.config.backlog,
+                ssl_handshake_timeout=limit_s,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
+
+    def _new_connection(self) -> GuardedProtocol:
+        return GuardedProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)

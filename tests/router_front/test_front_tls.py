@@ -9,6 +9,7 @@ import grpc
 import pytest
 from starlette.responses import PlainTextResponse
 
+from router import limits
 from router.front_tls import grpc_credentials, http_context
 from router.listening import HttpServer, bind
 from tests.certificates import new_certs
@@ -70,6 +71,19 @@ async def test_a_client_in_the_clear_gets_no_answer(mounted: Path) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(SCOPE.encode())
         assert b"well" not in await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+    finally:
+        server.stop()
+        await serving
+
+
+async def test_a_handshake_that_is_never_made_is_given_up(mounted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HEADER_TIMEOUT_S", 0.2)
+    server = HttpServer(PlainTextResponse("well"), bind("127.0.0.1", 0, "--http-port"), http_context(*files(mounted)))
+    serving = asyncio.create_task(server.serve())
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        assert await asyncio.wait_for(reader.read(), 10) == b""
         writer.close()
     finally:
         server.stop()
