@@ -76,6 +76,7 @@ def take(tab: Browser, cluster: Cluster, record: dict[str, Any], out: Path) -> N
         "import(new URL('requests.js', document.baseURI)).then(m => m.select(arguments[0]))", record["request_id"]
     )
     tab.wait("return document.querySelector('.waterfall .chunk') !== null")
+    tab.set_window(WIDTH, 2 * HEIGHT)  # no scroll bar, which would change the widths
     for theme in ("light", "dark"):
         tab.set_dark(dark=theme == "dark")
         element_picture(tab, "#detail", out / f"waterfall-{theme}.png")
@@ -86,7 +87,7 @@ def element_picture(tab: Browser, selector: str, path: Path) -> None:
         "const r = document.querySelector(arguments[0]).getBoundingClientRect();"
         "return {x: r.x + scrollX, y: r.y + scrollY, width: r.width, height: r.height}", selector,
     )  # fmt: skip
-    shot = tab.devtools("Page.captureScreenshot", clip={**box, "scale": 1}, captureBeyondViewport=True)
+    shot = tab.devtools("Page.captureScreenshot", clip={**box, "scale": 1})
     path.write_bytes(base64.b64decode(shot["data"]))
 
 
