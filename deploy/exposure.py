@@ -1,19 +1,25 @@
-"""Refuses to listen where others can connect without TLS, unless somebody says that the network is to be trusted."""
+"""Refuses to listen where others can connect without TLS, unless somebody says that the network is to be trusted, and
+to start with certificates that cannot be used.
+"""
 
 import ipaddress
 
 from common.config import ClusterConfig, TlsSettings
+from common.tls.files import CertificateFiles
 from deploy.settings import InvalidSettings
 
 
 def check_router(config: ClusterConfig) -> None:
-    """Raise InvalidSettings when clients would talk to the router in the clear from elsewhere."""
+    """Raise InvalidSettings when clients elsewhere would talk to the router in the clear, or InvalidCertificate."""
+    _check_certificates(config.tls.paths_of("router"))
+    _check_certificates((config.router.cert_file, config.router.key_file, ""))
     if not config.router.cert_file:
         _check("router.host", config.router.host, "router.cert_file and router.key_file", insecure=config.insecure)
 
 
 def check_worker(config: ClusterConfig, role: str) -> None:
-    """Raise InvalidSettings when anybody elsewhere could call the worker."""
+    """Raise InvalidSettings when anybody elsewhere could call the worker, or InvalidCertificate."""
+    _check_certificates(config.tls.paths_of(role))
     settings = config.prefill_worker if role == "prefill" else config.decode_worker
     check_worker_host(settings.host, config.tls, insecure=config.insecure, name=f"{role}_worker.host")
 
@@ -29,6 +35,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _check_certificates(paths: tuple[str, str, str]) -> None:
+    if paths[0]:
+        CertificateFiles(*paths).current()
 
 
 def _check(name: str, host: str, settings: str, *, insecure: bool) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from common.config import ClusterConfig, TlsSettings
+from common.tls.files import InvalidCertificate
 from deploy.exposure import check_router, check_worker, check_worker_host, is_loopback
 from deploy.settings import InvalidSettings, load_settings, tls_flags
+from tests.certificates import new_certs
 
 OUTSIDE = ("0.0.0.0", "::", "10.0.0.1", "pdserve.example.org", "192.168.1.2", "128.0.0.1", "")
 INSIDE = ("127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost")
@@ -39,7 +41,7 @@ def test_an_open_worker_without_tls_is_refused(role: str) -> None:
 
 def test_tls_or_somebodys_word_opens_the_addresses(tmp_path: Path) -> None:
     opened = {"router.host": "0.0.0.0", "prefill_worker.host": "0.0.0.0", "decode_worker.host": "0.0.0.0"}
-    for way in (tls_flags(tmp_path), {"insecure": True}):
+    for way in (tls_flags(new_certs(tmp_path)), {"insecure": True}):
         config = load_settings({**opened, **way}, environ={}).config
         check_router(config)
         check_worker(config, "prefill")
@@ -47,9 +49,22 @@ def test_tls_or_somebodys_word_opens_the_addresses(tmp_path: Path) -> None:
 
 
 def test_mutual_tls_alone_does_not_open_the_public_ports(tmp_path: Path) -> None:
-    flags = {name: value for name, value in tls_flags(tmp_path).items() if name.startswith("tls.")}
+    flags = {name: value for name, value in tls_flags(new_certs(tmp_path)).items() if name.startswith("tls.")}
     with pytest.raises(InvalidSettings, match=r"router\.host"):
         check_router(load_settings({**flags, "router.host": "0.0.0.0"}, environ={}).config)
+
+
+@pytest.mark.parametrize(
+    ("missing", "refused"),
+    [("router.key", "router"), ("front.crt", "router"), ("ca.crt", "router"), ("decode.crt", "decode")],
+)
+def test_certificates_that_cannot_be_used_are_named_before_anything_starts(
+    tmp_path: Path, missing: str, refused: str
+) -> None:
+    config = load_settings(tls_flags(new_certs(tmp_path)), environ={}).config
+    (tmp_path / missing).unlink()
+    with pytest.raises(InvalidCertificate, match=missing):
+        check_router(config) if refused == "router" else check_worker(config, refused)
 
 
 def test_an_address_that_a_node_gave_is_checked_as_one_that_was_configured() -> None:
