@@ -147,6 +147,7 @@ class Tenant:
 
     def _refusal(self, what: str, wait_s: float) -> RateLimited:
         self._metrics.inc("pdserve_requests", status="refused", error_type=RateLimited.code)
+        get_logger().info("tenant_limited", tenant=self.name, reached=what)
         return RateLimited(f"rate limit reached for {what}; try again in {duration_text(wait_s)}", retry_after_s=wait_s)
 
 

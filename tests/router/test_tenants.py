@@ -194,13 +194,15 @@ def test_a_changed_file_changes_limits_and_keeps_what_is_used() -> None:
     assert (tenant.num_running, tenant.num_waiting) == (0, 0)
 
 
-def test_a_refused_prompt_is_not_charged() -> None:
+def test_a_refused_prompt_is_not_charged_and_the_log_says_whose_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     tenant = Tenant("a", file_of(a={"limits": {"tokens_per_minute": 100}}).tenants["a"], clock=lambda: 0.0)
     with tenant.running(80) as lease:
         lease.num_tokens = 10
         with pytest.raises(RateLimited, match="limit 100 per minute"), tenant.running(30):
             pass
     assert tenant.headers()["x-ratelimit-remaining-tokens"] == "10"
+    assert "tenant_limited" in (log := capsys.readouterr().out)
+    assert "limit 100 per minute" in log
 
 
 def test_a_lease_counts_as_waiting_until_it_is_placed_once() -> None:
