@@ -123,9 +123,9 @@ class GuardedProtocol(HttpToolsProtocol):
         return None
 
     def _has_plain_framing(self) -> bool:
-        values = dict(self.headers)
-        is_chunked = values[b"transfer-encoding"].strip().lower() == b"chunked"
-        return is_chunked and b"content-length" not in values and self.parser.get_http_version() == "1.1"
+        """Given only once; a length beside it is refused by the parser."""
+        is_chunked = dict(self.headers)[b"transfer-encoding"].strip().lower() == b"chunked"
+        return is_chunked and self.parser.get_http_version() == "1.1"
 
 
 def _code(status: HTTPStatus) -> str:
