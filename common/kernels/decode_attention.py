@@ -34,7 +34,8 @@ class DecodeTiles:
 def decode_tiles(head_dim: int, dtype: torch.dtype, kind: int = 0) -> DecodeTiles:
     """Sized so that nothing spills on any target of tests/tools/kernel_table.py. `kind` is `KVLayout`'s."""
     if dtype == torch.float32 and kind:
-        return DecodeTiles(block_n=32 if head_dim <= 128 else 16, num_warps=8, num_stages=1)
+        block_n, num_warps = (64, 4) if head_dim <= 64 else (32, 8) if head_dim <= 128 else (16, 8)
+        return DecodeTiles(block_n, num_warps, num_stages=1)
     if dtype == torch.float32:
         return DecodeTiles(block_n=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
     return DecodeTiles(block_n=64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
@@ -45,7 +46,7 @@ def decode_candidates(head_dim: int, dtype: torch.dtype, kind: int = 0) -> list[
     default = decode_tiles(head_dim, dtype, kind)
     if dtype == torch.float32:
         return [default]
-    small = replace(default, block_n=32, num_warps=2) if head_dim <= 128 else replace(default, num_warps=8)
+    small = replace(default, block_n=32, num_warps=2) if head_dim <= 128 else replace(default, block_n=16)
     return [default, replace(default, num_stages=2), small]
 
 
