@@ -26,9 +26,9 @@ DISCARD_TIMEOUT_S = 0.5
 # first, so no request meets a reset.
 KEEP_ALIVE_TIMEOUT_S = 120
 # A client that takes nothing from us for this long is gone.
-WRITE_TIMEOUT_S = 30.0
+WRITE_TIMEOUT_S = 15.0
 
-MAX_MESSAGES = 4096
+MAX_MESSAGES = 1024
 MAX_PROMPTS = 64
 MAX_CHOICES = 8
 MAX_STOP_STRINGS = 4
