@@ -18,6 +18,7 @@ import redis
 
 from common.config import ClusterConfig
 from common.messages import Holding
+from common.tls.identity import Component, Identity
 from deploy.audit import ask
 from tests.chaos import sockets
 from tests.cluster.cluster import Cluster, descendants, running_cluster
@@ -61,6 +62,11 @@ class Rig:
     cluster: Cluster
     shape: Shape
     stopped: set[int] = field(default_factory=set)
+
+    @property
+    def identity(self) -> Identity:
+        """Who asks the workers."""
+        return self.cluster.identity(Component.OPERATOR)
 
     # ---- who -------------------------------------------------------------------------------------------
 
@@ -123,7 +129,7 @@ class Rig:
 
     def holdings(self, worker: Worker) -> tuple[Holding, ...]:
         try:
-            found = ask(worker).audit
+            found = ask(worker, self.identity).audit
         except grpc.RpcError:
             return ()
         return () if found is None else tuple(found.holdings)
@@ -131,7 +137,7 @@ class Rig:
     def answers(self, worker: Worker) -> bool:
         """Whether the worker's event loop is alive."""
         try:
-            return ask(worker).audit is not None
+            return ask(worker, self.identity).audit is not None
         except grpc.RpcError:
             return False
 
