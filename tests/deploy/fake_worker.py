@@ -1,20 +1,15 @@
 """A worker that loads nothing: what the pool controller sees of one. Its model's path says how it behaves."""
 
 import os
-import signal
 import threading
 from pathlib import Path
 from typing import Any
 
 from common.config import WorkerConfig
-from common.worker.role_change import RoleChangeRefused
 
 
 class FakeWorker:
-    """`path` = "fails": start raises. "stubborn": drain is ignored. "refuses" to change its role, "dies" of it.
-
-    Anything else: a directory for its environment.
-    """
+    """`path` = "fails": start raises. "stubborn": drain is ignored. Anything else: a directory for its environment."""
 
     def __init__(self, config_json: str) -> None:
         self._config = WorkerConfig.model_validate_json(config_json)
@@ -32,10 +27,6 @@ class FakeWorker:
     def change_role(self, config_json: str, grace_s: float) -> dict[str, Any]:
         """As the real host does, without a drain to wait for."""
         config = WorkerConfig.model_validate_json(config_json)
-        if self._config.model.path == "refuses":
-            raise RoleChangeRefused("dtype: made up")
-        if self._config.model.path == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
         self._config = config
         return {"worker_id": config.worker_id, "pid": os.getpid(), "address": f"{config.host}:2"}
 

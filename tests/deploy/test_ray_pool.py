@@ -124,24 +124,6 @@ async def test_a_shift_of_the_mix_changes_a_role_and_starts_no_process(ray: None
         assert status["decode"]["change_problem"] == ""
 
 
-async def test_a_worker_that_refuses_to_change_is_stopped_and_another_started(ray: None, box: RedisBox) -> None:
-    async with running(box, "refuses", prefill=1, decode=0, path="refuses") as rig:
-        await rig.until_sizes(1, 0)
-        await rig.store.set_desired({"prefill": 0, "decode": 1})
-        await rig.until_sizes(0, 1)
-        assert rig.pids("decode-0") != rig.pids("prefill-0")
-        texts = [what for who, what in rig.reports if who == "prefill-0"]
-        assert "cannot change to decode: RoleChangeRefused: dtype: made up" in texts
-
-
-async def test_a_worker_that_dies_of_the_change_is_replaced_in_its_new_role(ray: None, box: RedisBox) -> None:
-    async with running(box, "dies", prefill=1, decode=0, path="dies") as rig:
-        await rig.until_sizes(1, 0)
-        await rig.store.set_desired({"prefill": 0, "decode": 1})
-        await rig.until_sizes(0, 1)
-        assert rig.pools.status()[1].num_crashes == 1
-
-
 async def test_a_killed_actor_is_replaced_by_a_new_process_and_the_reason_is_told(ray: None, box: RedisBox) -> None:
     async with running(box, "killed", prefill=0, decode=1) as rig:
         await rig.until_sizes(0, 1)
