@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from common.config import ModelConfig, WorkerConfig
+from common.engine.loading import load_model
+from common.request import SamplingParams
 from tests.cluster.cluster import running_cluster
-from tests.cluster.load import random_cases, run_all, wrong
+from tests.cluster.load import Case, random_cases, run_all, wrong
+from tests.common.engine import drive as driving
 
 DISAGGREGATED = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
 
@@ -33,6 +37,35 @@ async def test_a_long_prompt_prefilled_locally_equals_a_shipped_one(tiny_model: 
     options = ("--dtype", "float32", "--local-prefill-max-tokens", "64")
     with running_cluster(tiny_model, *options) as cluster:
         assert wrong(tiny_model, cases, await run_all(cluster.url, "tiny", cases)) == []
+
+
+async def test_a_quantized_cache_gives_the_tokens_of_one_process_that_has_it(tiny_model: Path) -> None:
+    """Blocks of different sizes on both sides; what one process says is asked of its runner, not of the oracle."""
+    config = {"prefill_worker": {"block_size": 16}, "decode_worker": {"block_size": 32}}
+    cases = random_cases(16, seed=7, temperature=0.0)
+    expected = _outputs_of_one_process(tiny_model, cases)
+    with running_cluster(tiny_model, *DISAGGREGATED, "--kv-cache-dtype", "int8", config=config) as cluster:
+        answers = await run_all(cluster.url, "tiny", cases)
+    assert [answer[0].token_ids for answer in answers] == expected
+    assert expected != [case.expected(tiny_model)[0] for case in cases]  # the cache was quantized indeed
+
+
+def _outputs_of_one_process(path: Path, cases: list[Case]) -> list[list[int]]:
+    model = ModelConfig(path=str(path))
+    options = {"dtype": "float32", "attention": "cpu", "num_blocks": 300, "kv_cache_dtype": "int8"}
+    loaded = load_model(WorkerConfig(role="decode", worker_id="d", model=model, **options))
+    capacity = [len(case.token_ids) + case.max_tokens for case in cases]
+    tables = driving.blocks_for(capacity, 16, 300)
+    batch = [
+        driving.Generation(
+            list(case.token_ids),
+            SamplingParams(seed=case.seed, max_tokens=case.max_tokens, temperature=0.0),
+            table,
+        )
+        for case, table in zip(cases, tables, strict=True)
+    ]
+    driving.run_all(loaded.runner, batch, 512)
+    return [generation.output for generation in batch]
 
 
 @pytest.mark.timeout(600)
