@@ -1,7 +1,7 @@
 """Products with packed bfloat16 weights, see `product.h`. Owns the layout of what is passed to it.
 
 All 121 products of the demo model, one pass, 1 thread (EPYC, family 26, 2026-11): 6.2, 7.1 and 19.6 ms for 1, 8 and
-32 rows. docs/performance.md has oneDNN's beside them.
+32 rows.
 """
 
 import ctypes
