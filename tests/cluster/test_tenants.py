@@ -68,14 +68,21 @@ def num_cached(cluster: Cluster, key: str, prompt: list[int]) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
+def find(cluster: Cluster, key: str, prompt: list[int]) -> None:
+    """The tenant finds its own blocks, at once or, on a busy machine, at one of its next requests."""
+    assert any(num_cached(cluster, key, prompt) == 48 for _ in range(5))
+
+
 def test_a_prefix_of_one_tenant_is_never_found_by_another(cluster: Cluster) -> None:
     """Each prompt is cold for whoever asks it first, however warm it is for the other; then each finds its own."""
     for idx in range(NUM_PROMPTS):
         prompt = [4, 5 + idx, *PROMPT[2:]]
         owner, other = (A, B) if idx % 2 else (B, A)
-        assert [num_cached(cluster, owner, prompt) for _ in range(2)] == [0, 48]
-        assert [num_cached(cluster, other, prompt) for _ in range(2)] == [0, 48]
-        assert num_cached(cluster, owner, prompt) == 48
+        assert num_cached(cluster, owner, prompt) == 0
+        find(cluster, owner, prompt)
+        assert num_cached(cluster, other, prompt) == 0
+        find(cluster, other, prompt)
+        find(cluster, owner, prompt)
 
 
 def test_both_tenants_get_the_same_text(cluster: Cluster) -> None:
