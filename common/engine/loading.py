@@ -60,6 +60,7 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
     shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype)
     progress(LoadPhase.CACHE, 0.0)
     cache = _new_cache(config, shape, device)
+    progress(LoadPhase.KERNELS, 0.0)
     ops = native_ops() if attention == "cpu" else None
     # the compiled attention knows neither windows, soft caps nor quantized rows
     is_plain = spec.has_plain_attention and not is_quantized(kv_dtype)

@@ -9,6 +9,7 @@ class LoadPhase(StrEnum):
 
     CHECKPOINT = "opening the checkpoint"
     CACHE = "allocating the KV cache"
+    KERNELS = "preparing the kernels"  # the first time on a machine, compiling them
     WEIGHTS = "reading weights"
     SELF_TEST = "self-test"
 
