@@ -73,7 +73,7 @@ def _library_path(compiler: str) -> Path:
 
 
 def _failure(library: Path) -> Path:
-    """Where a failed compilation is remembered: what failed once with the same sources and compiler fails again."""
+    """Where it is remembered that the compiler refused: the same sources and compiler fail again."""
     return library.with_suffix(".failed")
 
 
@@ -88,7 +88,8 @@ def _compile(compiler: str, target: Path) -> None:
             output = getattr(error, "stderr", None) or b""
             reason = f"{error}\n{output.decode(errors='replace')}"
             get_logger().warning("native_compile_failed", compiler=compiler, reason=reason[:MAX_LOGGED])
-            _failure(target).write_text(reason)
+            if isinstance(error, subprocess.CalledProcessError) and error.returncode > 0:
+                _failure(target).write_text(reason)  # not what a busy machine did not finish, or what was killed
             raise
         os.replace(linked, target)
 

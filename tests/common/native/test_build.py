@@ -50,6 +50,19 @@ def test_a_compiler_that_fails_is_heard_once_and_not_asked_again(
     assert build.state_of_library() == (False, f"{tmp_path / 'compiler'} failed, see {kept}")
 
 
+@pytest.mark.parametrize("end", ["exec sleep 60", "kill -9 $$"], ids=["too slow", "killed"])
+def test_a_compiler_that_could_not_finish_is_asked_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    body = f'[ "$1" = --version ] || {{ echo asked >> {tmp_path}/asked; {end}; }}'
+    monkeypatch.setenv("CXX", stub_compiler(tmp_path, body))
+    monkeypatch.setattr(build, "TIMEOUT_S", 1)
+    assert build.load_library() is None
+    assert build.load_library() is None
+    assert (tmp_path / "asked").read_text() == "asked\n" * 2
+    assert list(cache.iterdir()) == []
+
+
 def test_another_compiler_is_tried_after_one_failed(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
