@@ -13,30 +13,39 @@ import structlog
 
 
 class LossyStream:
-    """Writes to another stream; what cannot be written is lost, and how much that was is said when it can be again.
+    """Writes whole lines to another stream; what cannot be written is lost, and how much that was is said when it can
+    be again.
 
-    Work must not fail because its log does: the disk may be full.
+    Work must not fail because its log does: the disk may be full. `print` writes a line's end by itself: it is written
+    together with its line, or lines of threads and processes that share the stream would run into one another.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._line = ""
         self._num_lost = 0
 
     def write(self, text: str) -> int:
+        self._line += text
+        if text.endswith("\n"):
+            line, self._line = self._line, ""
+            self._write_line(line)
+        return len(text)
+
+    def flush(self) -> None:
+        """`write` has done it, up to the last line's end."""
+
+    def _write_line(self, line: str) -> None:
         try:
             if self._num_lost:
                 lost = {"num_lost": self._num_lost, "level": "warning", "event": "log_lines_lost"}
                 self._stream.write(f"{json.dumps(lost)}\n")
-            self._stream.write(text)
+            self._stream.write(line)
             self._stream.flush()
         except OSError:
-            self._num_lost += text.count("\n")
+            self._num_lost += 1
         else:
             self._num_lost = 0
-        return len(text)
-
-    def flush(self) -> None:
-        """`write` has done it."""
 
 
 def configure_logs(process: str, level: str = "") -> None:

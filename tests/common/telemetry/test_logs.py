@@ -12,7 +12,12 @@ class Disk(io.StringIO):
 
     is_full = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[str] = []
+
     def write(self, text: str) -> int:
+        self.written.append(text)
         if self.is_full:
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().write(text)
@@ -24,6 +29,23 @@ def test_a_line_that_cannot_be_written_is_lost_and_nothing_fails() -> None:
     disk.is_full = True
     print("one", file=stream, flush=True)  # type: ignore[arg-type]
     assert disk.getvalue() == ""
+
+
+def test_a_line_and_its_end_are_written_at_once() -> None:
+    disk = Disk()
+    print("one", file=LossyStream(disk), flush=True)  # type: ignore[arg-type]
+    assert disk.written == ["one\n"]
+
+
+def test_lines_lost_as_print_writes_them_are_counted_once() -> None:
+    disk = Disk()
+    stream = LossyStream(disk)
+    disk.is_full = True
+    print("one", file=stream, flush=True)  # type: ignore[arg-type]
+    disk.is_full = False
+    print("two", file=stream, flush=True)  # type: ignore[arg-type]
+    lost, two = disk.getvalue().splitlines()
+    assert (json.loads(lost)["num_lost"], two) == (1, "two")
 
 
 def test_how_much_was_lost_is_said_once_there_is_room_again() -> None:
