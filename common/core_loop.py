@@ -28,7 +28,7 @@ class Core(Protocol[EventT_contra, EffectT_co]):
 
 
 class CoreLoop(Generic[EventT, EffectT]):
-    """Serialises events into a core. Create it inside the running loop; `close` stops its timer."""
+    """Serialises events into a core. Create it inside the running loop; close it."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class CoreLoop(Generic[EventT, EffectT]):
         self._loop = asyncio.get_running_loop()
         self._pending: deque[EventT] = deque()
         self._is_handling = False
+        self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_deadline_s: float | None = None
         # Set when the core or an effect raised: a bug, after which the state can't be trusted and the shell must end.
@@ -75,6 +76,8 @@ class CoreLoop(Generic[EventT, EffectT]):
         self.close()
 
     def close(self) -> None:
+        """No deadline fires any more. Events are still handled: what is closed around the core tells of its end."""
+        self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
 
@@ -102,6 +105,8 @@ class CoreLoop(Generic[EventT, EffectT]):
             self._perform(effect)
 
     def _set_timer(self) -> None:
+        if self._is_closed:
+            return
         deadline_s = self._core.next_deadline_s()
         if deadline_s == self._timer_deadline_s and self._timer is not None:
             return

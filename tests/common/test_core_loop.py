@@ -70,6 +70,16 @@ async def test_a_closed_loop_fires_no_deadline() -> None:
     assert seen == []
 
 
+async def test_events_after_the_end_are_handled_and_set_no_timer() -> None:
+    seen: list[str] = []
+    loop = CoreLoop(Echo(), seen.append)
+    loop.close()
+    loop.post("a")
+    loop.post("at 0.01")
+    await asyncio.sleep(0.05)
+    assert seen == ["a", "a!"]
+
+
 async def test_events_of_another_thread_arrive_in_the_loop() -> None:
     seen: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
     loop = CoreLoop(Echo(), lambda effect: seen.put_nowait((effect, threading.get_ident())))
