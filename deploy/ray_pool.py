@@ -52,7 +52,7 @@ Report = Callable[[str, str], None]
 
 @dataclass(slots=True, eq=False)
 class _Life:
-    """One actor. Its identity changes with its role. The handle is Ray's, which has no type."""
+    """One actor: the first role that we knew it in, and its name of now. The handle is Ray's, which has no type."""
 
     role: Role
     worker_id: str
@@ -176,17 +176,16 @@ class RayPools:
                 self._tasks.create_task(self._follow(life))
             case ChangeRole():
                 self._tasks.create_task(self._change(self._lives[effect.from_worker_id], effect))
-                self._rename(effect.from_worker_id, Identity(effect.role, effect.worker_id))
+                self._rename(effect.from_worker_id, effect.worker_id)
             case DrainWorker(worker_id, grace_s):
                 self._report(worker_id, "draining")
                 self._lives[worker_id].handle.drain.remote(grace_s)
             case KillWorker(worker_id):
                 _kill(self._lives[worker_id].handle)
 
-    def _rename(self, worker_id: str, identity: Identity) -> None:
-        life = self._lives.pop(worker_id)
-        life.role, life.worker_id = identity.role, identity.worker_id
-        self._lives[life.worker_id] = life
+    def _rename(self, worker_id: str, other_id: str) -> None:
+        life = self._lives[other_id] = self._lives.pop(worker_id)
+        life.worker_id = other_id
 
     async def _follow(self, life: _Life) -> None:
         """One actor, from its start to its end."""
@@ -210,7 +209,6 @@ class RayPools:
 
     async def _change(self, life: _Life, change: ChangeRole) -> None:
         """A change of role, to its end, unless the process ends before: that is told by `_follow`."""
-        before = Identity(life.role, change.from_worker_id)
         self._report(change.from_worker_id, f"changing to {change.role.value}, as {change.worker_id}")
         started_s = time.monotonic()
         config = self._placement.worker_config(change.role, change.worker_id)
@@ -226,7 +224,7 @@ class RayPools:
         if self._lives.get(change.worker_id) is not life:
             return
         if isinstance(event, RoleRefused):
-            self._rename(change.worker_id, before)
+            self._rename(change.worker_id, change.from_worker_id)
         self._report(life.worker_id, text)
         self._loop.post(event)
         self._note_change()
