@@ -6,7 +6,7 @@ answers is asked. No router or no Redis means that nothing is known: sizes stay 
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from common.config import AutoscaleSettings
@@ -34,7 +34,7 @@ class AutoscaleLoop:
         """Look once per interval, until cancelled."""
         while True:
             try:
-                await _to_its_end(self._look(store))
+                await self._look(store)
                 self._problem = ""
             except (AdminFailed, PdserveError) as error:
                 self._problem = str(error)
@@ -67,17 +67,6 @@ class AutoscaleLoop:
                 problem = failed
                 self._clients = [*self._clients[1:], self._clients[0]]
         raise problem
-
-
-async def _to_its_end(look: Coroutine[Any, Any, None]) -> None:
-    """Await `look` so that a cancellation reaches us after it: inside redis-py, Python 3.11's `asyncio.wait_for` can
-    swallow one, and whoever cancelled would wait for ever."""
-    task = asyncio.ensure_future(look)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
 
 
 def pool_load(state: Mapping[str, Any], role: Role, size: int) -> PoolLoad:

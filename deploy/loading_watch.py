@@ -39,8 +39,7 @@ async def watch_loading(config: ClusterConfig, report: Report) -> NoReturn:
     watch = LoadingWatch(report)
     async with aclosing(loading_reports(config.redis_url, config.namespace)) as reports:
         while True:
-            # Shielded: inside redis-py, Python 3.11's asyncio.wait_for can swallow a cancellation.
-            loading = await asyncio.shield(asyncio.ensure_future(reports.live()))
+            loading = await reports.live()
             if loading is not None:
                 watch.show(parsed(LoadingWorker, loading))
             await asyncio.sleep(INTERVAL_S)
