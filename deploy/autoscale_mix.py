@@ -34,38 +34,44 @@ def within_total(
 ) -> dict[Role, Decision]:
     """The decisions for pools of `total_min` to `total_max` workers together; 0 = no limit.
 
-    Shrinking comes first: what leaves one pool is room for the other. Whoever must grow beyond the room takes what the
-    other can spare.
+    Shrinking comes first: what leaves one pool is room for the other. The room goes to whoever lacks most; a pool that
+    does not grow gives what it can spare to one that must.
     """
     decided = _not_below(dict(wanted), total_min)
     if not total_max:
         return decided
-    for role in sorted(Role, key=lambda role: wanted[role].size - wanted[role].need):  # who lacks most comes first
-        decision = decided[role]
-        if decision.desired <= decision.size:
-            continue
-        rest = sum(other.desired for other in decided.values()) - decision.desired
-        room = max(0, total_max - rest - decision.size)
-        if decision.size + room >= decision.desired:
-            continue
-        decided |= _shifted(decision, decided[_other(role)], spares[_other(role)], room, total_max)
-    return decided
+    sizes, within = _filled(decided, total_max), dict(decided)
+    for role, decision in decided.items():
+        if sizes[role] < decision.desired:
+            other = _other(role)
+            within |= _shifted(decision, decided[other], spares[other], sizes[role], total_max)
+    return within
 
 
-def _shifted(growing: Decision, giving: Decision, spare: Spare, room: int, total_max: int) -> dict[Role, Decision]:
-    """Fill the room, then take from the other pool."""
-    lacking = growing.desired - growing.size - room
-    taken = min(lacking, spare.num_workers) if giving.desired == giving.size else 0
-    desired = growing.size + room + taken
+def _filled(decided: Mapping[Role, Decision], total_max: int) -> dict[Role, int]:
+    """Sizes without a shift: growing pools have been given the room there is, one worker at a time."""
+    sizes = {role: min(decision.size, decision.desired) for role, decision in decided.items()}
+    for _ in range(total_max - sum(sizes.values())):
+        growing = [role for role, decision in decided.items() if sizes[role] < decision.desired]
+        if growing:
+            sizes[max(growing, key=lambda role: decided[role].need - sizes[role])] += 1
+    return sizes
+
+
+def _shifted(growing: Decision, giving: Decision, spare: Spare, size: int, total_max: int) -> dict[Role, Decision]:
+    """Let a pool that the room has brought to `size` take the rest from the other."""
+    taken = min(growing.desired - size, spare.num_workers) if giving.desired == giving.size else 0
     name = giving.role.value
-    if taken:
-        text = f"{taken} of {name} take{'s' * (taken == 1)} this role: {growing.reason}"
-        given = f"{taken} go{'es' * (taken == 1)} to {growing.role.value}, which lacks workers: {spare.reason}"
-        giving = replace(giving, desired=giving.size - taken, reason=given)
-    else:
+    if not taken:
         why = "it lacks workers itself" if giving.desired > giving.size else spare.reason
         text = f"at the limit of {total_max} in both pools, and {name} can spare none ({why}): {growing.reason}"
-    return {growing.role: replace(growing, desired=desired, reason=text), giving.role: giving}
+        return {growing.role: replace(growing, desired=size, reason=text)}
+    text = f"{taken} of {name} take{'s' * (taken == 1)} this role: {growing.reason}"
+    given = f"{taken} go{'es' * (taken == 1)} to {growing.role.value}, which lacks workers: {spare.reason}"
+    return {
+        growing.role: replace(growing, desired=size + taken, reason=text),
+        giving.role: replace(giving, desired=giving.size - taken, reason=given),
+    }
 
 
 def _not_below(decided: dict[Role, Decision], total_min: int) -> dict[Role, Decision]:
