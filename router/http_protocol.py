@@ -55,6 +55,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self._is_in_head:
             super().data_received(data)
             return
+        if self._deadline_s is None:  # what comes may be no head yet, and uvicorn's own timer ends with any byte
+            self._deadline_s = self.loop.time() + limits.KEEP_ALIVE_TIMEOUT_S
         self._num_head_bytes += len(data)
         super().data_received(data)
         if self._is_in_head and self._num_head_bytes > limits.MAX_HEADER_BYTES and not self.transport.is_closing():
@@ -118,14 +120,20 @@ class GuardedProtocol(HttpToolsProtocol):
             for name in _SINGLE:
                 if names.count(name) > 1:
                     return HTTPStatus.BAD_REQUEST, f"header {name.decode()} is given more than once"
-        if b"transfer-encoding" in names and not self._has_plain_framing():
-            return HTTPStatus.BAD_REQUEST, "transfer-encoding must be chunked, alone, and in HTTP/1.1"
-        return None
+        return self._framing_problem()
 
-    def _has_plain_framing(self) -> bool:
-        """Given only once; a length beside it is refused by the parser."""
-        is_chunked = dict(self.headers)[b"transfer-encoding"].strip().lower() == b"chunked"
-        return is_chunked and self.parser.get_http_version() == "1.1"
+    def _framing_problem(self) -> _Problem | None:
+        """Each header is given only once; a length beside chunks is refused by the parser."""
+        headers, version = dict(self.headers), self.parser.get_http_version()
+        encoding, length = headers.get(b"transfer-encoding"), headers.get(b"content-length", b"0")
+        if version not in ("1.0", "1.1"):
+            return HTTPStatus.BAD_REQUEST, "the version must be HTTP/1.1 or HTTP/1.0"
+        if encoding is not None and (encoding.strip().lower() != b"chunked" or version != "1.1"):
+            return HTTPStatus.BAD_REQUEST, "transfer-encoding must be chunked, alone, and in HTTP/1.1"
+        if self.parser.should_upgrade() and (encoding is not None or int(length)):
+            # The parser takes the body for what follows the upgrade, and then for requests.
+            return HTTPStatus.BAD_REQUEST, "a request with a body must not ask for an upgrade"
+        return None
 
 
 def _code(status: HTTPStatus) -> str:

@@ -101,6 +101,26 @@ async def test_a_request_that_could_be_read_in_two_ways_is_refused_and_ends_the_
     assert await still_serves(rig)
 
 
+@pytest.mark.parametrize("framing", [LENGTH, CHUNKED])
+@pytest.mark.parametrize("method", [b"POST", b"CONNECT"])
+async def test_a_body_beside_an_upgrade_is_never_a_request(rig: HttpRig, method: bytes, framing: bytes) -> None:
+    upgrade = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+    writer.write(HEAD.replace(b"POST", method) + upgrade + framing + b"\r\n")
+    answer = await reader.readuntil(b"\r\n\r\n")
+    with contextlib.suppress(ConnectionError):
+        writer.write(SMUGGLED)
+        answer += await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("version", [b"", b" HTTP/0.9", b" HTTP/2.0"])
+async def test_other_versions_are_refused(rig: HttpRig, version: bytes) -> None:
+    assert (await everything(rig.port, b"GET /live" + version + b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+
+
 async def test_chunks_with_http_1_0_are_refused(rig: HttpRig) -> None:
     raw = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + CHUNKED + b"\r\n" + ONE_CHUNK
     assert (await everything(rig.port, raw)).partition(b"\r\n")[0].split(b" ")[1] == b"400"
@@ -227,6 +247,23 @@ async def test_an_idle_connection_between_requests_is_kept() -> None:
             writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await read_answer(reader))[0] == 200
             await asyncio.sleep(0.3)  # longer than a head may take
+        writer.close()
+
+
+@pytest.mark.usefixtures("short_times")
+async def test_empty_lines_between_requests_hold_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "KEEP_ALIVE_TIMEOUT_S", 0.3)
+    async with http_rig(always(ids("ok"))) as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await read_answer(reader))[0] == 200
+        ending = asyncio.ensure_future(reader.read())
+        async with asyncio.timeout(10):
+            while not ending.done():
+                writer.write(b"\r\n")
+                await asyncio.sleep(0.02)
+        with contextlib.suppress(ConnectionError):
+            await ending
         writer.close()
 
 
