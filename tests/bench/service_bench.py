@@ -2,12 +2,13 @@
 
 Three loads of 180 tokens in and 64 out: one connection, Poisson arrivals, 16 connections at once. Then four streams run
 while prompts of 2,000 tokens arrive, and what counts is the longest gaps of those streams. The sides take turns; all of
-them stay up, idle while another is measured. About 3 minutes, with vllm 6.
+them stay up, idle while another is measured. About 3 minutes, with vllm 6 (a third round was run for docs/performance.md).
 """
 
 import asyncio
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ SHAPE = Shape(180, 64)
 LOADS = (("1 connection", 6, float("inf"), 1), ("4 requests/s", 32, 4.0, 64), ("16 connections", 48, float("inf"), 16))
 NUM_STREAMS, NUM_LONG, LONG_TOKENS, LONG_INTERVAL_S = 4, 6, 2000, 1.5
 VOCABULARY = range(1000, 40_000)
-ROUNDS = 3
+ROUNDS = 2
 START_TIMEOUT_S = 300
 Rows = list[dict[str, Any]]
 
@@ -119,7 +120,7 @@ async def _ask(target: Target, prompts: Prompts, name: str, size: int, max_token
 
 def _load_rows(name: str, found: dict[str, list[Summary]]) -> Rows:
     def row(what: str, unit: str, better: str, value: Any) -> dict[str, Any]:
-        medians = {side: percentile(sorted(value(one) for one in all_), 50) for side, all_ in found.items()}
+        medians = {side: statistics.median(value(one) for one in all_) for side, all_ in found.items()}
         return _row(f"service, {name}, {what}", unit, better, medians)
 
     return [
@@ -136,7 +137,7 @@ def _load_rows(name: str, found: dict[str, list[Summary]]) -> Rows:
 def _gap_rows(found: dict[str, list[tuple[list[float], list[float]]]]) -> Rows:
     def row(what: str, of: int, percent: float) -> dict[str, Any]:
         values = {
-            side: percentile(sorted(1000 * percentile(sorted(one[of]), percent) for one in all_), 50)
+            side: statistics.median(1000 * percentile(sorted(one[of]), percent) for one in all_)
             for side, all_ in found.items()
         }
         return _row(f"service, {NUM_STREAMS} streams and prompts of {LONG_TOKENS}, {what}", "ms", "lower", values)
