@@ -2,7 +2,7 @@
 
 Three loads of 180 tokens in and 64 out: one connection, Poisson arrivals, 16 connections at once. Then four streams run
 while prompts of 2,000 tokens arrive, and what counts is the longest gaps of those streams. The sides take turns; all of
-them stay up, idle while another is measured. About 3 minutes, with vllm 6 (a third round was run for docs/performance.md).
+them stay up, idle while another is measured. About 3 minutes, with vllm 6; docs/performance.md had a third round.
 """
 
 import asyncio
