@@ -27,7 +27,7 @@ Worker = dict[str, Any]
 
 # Shorter than the defaults, so that a table of faults takes minutes; not so short that a busy machine looks dead.
 CONFIG: dict[str, Any] = {
-    "router": {"worker_silence_s": 3.0, "local_prefill_max_tokens": 0, "max_num_queued": 64},
+    "router": {"worker_silence_s": 3.0, "local_prefill_max_tokens": 0, "max_num_queued": 64, "keep_requests": 20_000},
     "prefill_worker": {"dtype": "float32", "link_timeout_s": 4.0, "max_step_s": 3.0, "max_num_batched_tokens": 64},
     "decode_worker": {"dtype": "float32", "link_timeout_s": 4.0, "max_step_s": 3.0, "max_num_batched_tokens": 64},
 }
@@ -148,7 +148,7 @@ class Rig:
         def is_whole() -> bool:
             ready = [worker for worker in self.workers() if worker["state"] == "ready"]
             roles = [worker["role"] for worker in ready]
-            alive = all(psutil.pid_exists(worker["pid"]) for worker in ready)
+            alive = not any(is_gone(psutil.Process(worker["pid"])) for worker in ready)
             return alive and (roles.count("prefill"), roles.count("decode")) == wanted
 
         try:
