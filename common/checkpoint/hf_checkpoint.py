@@ -21,7 +21,7 @@ def open_huggingface(path: Path) -> Checkpoint:
     tokenizer_config = _read_json(path / "tokenizer_config.json", is_optional=True)
     generation = _read_json(path / "generation_config.json", is_optional=True)
     tokenizer_text = _read_bytes(path / "tokenizer.json")
-    tokenizer = Tokenizer.from_str(tokenizer_text.decode())
+    tokenizer = _plain_tokenizer(tokenizer_text)
     bos_token = _special_token(tokenizer_config, "bos_token")
     eos_token = _special_token(tokenizer_config, "eos_token")
     eos_token_ids = _eos_token_ids(eos_token, tokenizer, generation, config)
@@ -41,6 +41,14 @@ def open_huggingface(path: Path) -> Checkpoint:
         served_name=path.resolve().name,
         build_tokenizer=lambda: tokenizer,
     )
+
+
+def _plain_tokenizer(text: bytes) -> Tokenizer:
+    """Without the truncation and padding that the file's last user had set: they would cut prompts or fill them up."""
+    tokenizer = Tokenizer.from_str(text.decode())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def weight_files(path: Path) -> list[Path]:

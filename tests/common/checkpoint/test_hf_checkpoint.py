@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from common.checkpoint import CheckpointError, open_checkpoint
 from common.checkpoint.hf_checkpoint import weight_files
@@ -40,6 +41,16 @@ def test_the_tokenizer_is_one_object_and_round_trips_any_text(model_path: Path) 
     assert tokenizer is checkpoint.tokenizer()
     text = "the 한😀é\n\tand 123"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_truncation_and_padding_of_a_file_are_not_taken_over(model_path: Path) -> None:
+    text = "the 123 and the 456"
+    expected = open_checkpoint(model_path).tokenizer().encode(text).ids
+    tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(model_path / "tokenizer.json"))
+    assert open_checkpoint(model_path).tokenizer().encode(text).ids == expected
 
 
 def test_every_eos_id_is_collected_with_the_tokenizers_own_first(model_path: Path) -> None:
