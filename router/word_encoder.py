@@ -7,7 +7,7 @@ words have been seen before. A tokenizer that is not known to cut there encodes 
 
 import json
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, dropwhile
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -15,7 +15,9 @@ from tokenizers import Tokenizer
 from common.checkpoint.gguf_tokenizer import SPLIT_PATTERNS
 
 MAX_WORDS = 1 << 16
-MAX_WORD_LENGTH = 64  # longer ones rarely come again
+# Longer ones rarely come again, and what clients send must not fill the memory: 70 MB at most.
+MAX_WORD_LENGTH = 64
+MAX_WORD_TOKENS = 16
 
 
 class WordEncoder:
@@ -43,7 +45,7 @@ class WordEncoder:
         found = {word: self._ids.get(word) for word in words}
         missing = [word for word, ids in found.items() if ids is None]
         new = dict(zip(missing, self._encode(missing), strict=True))
-        self._keep({word: ids for word, ids in new.items() if _is_whole(word) and len(word) <= MAX_WORD_LENGTH})
+        self._keep({word: ids for word, ids in new.items() if _is_worth_keeping(word, ids)})
         return [found[word] or new[word] for word in words]
 
     def _keep(self, new: dict[str, tuple[int, ...]]) -> None:
@@ -65,7 +67,7 @@ def is_separable(tokenizer: Tokenizer) -> bool:
         (parts["model"]["type"], parts["model"].get("dropout")) == ("BPE", None)
         and (parts["normalizer"] or {"type": "NFC"})["type"] == "NFC"
         and all(_cuts(step) or _is_local(step) for step in steps)
-        and any(map(_cuts, steps))
+        and _cuts_text(steps)
         and all(_stands_alone(token) for token in parts["added_tokens"])
     )
 
@@ -84,9 +86,18 @@ def _cuts(step: dict[str, Any]) -> bool:
     return is_known and step["behavior"] == "Isolated" and not step["invert"]
 
 
+def _cuts_text(steps: list[dict[str, Any]]) -> bool:
+    """Whether the cut is made while a space is one: as a byte of the alphabet it counts as a letter."""
+    return next(map(_cuts, dropwhile(_is_digits, steps)), False)
+
+
 def _is_local(step: dict[str, Any]) -> bool:
     """Does not look across a space."""
-    return step["type"] == "Digits" or (step["type"] == "ByteLevel" and not step["add_prefix_space"])
+    return _is_digits(step) or (step["type"] == "ByteLevel" and not step["add_prefix_space"])
+
+
+def _is_digits(step: dict[str, Any]) -> bool:
+    return bool(step["type"] == "Digits")
 
 
 def _stands_alone(token: dict[str, Any]) -> bool:
@@ -97,6 +108,10 @@ def _stands_alone(token: dict[str, Any]) -> bool:
 def _is_whole(word: str) -> bool:
     """Ends where a cut may follow."""
     return bool(word) and not word[-1].isspace()
+
+
+def _is_worth_keeping(word: str, ids: Sequence[int]) -> bool:
+    return _is_whole(word) and len(word) <= MAX_WORD_LENGTH and len(ids) <= MAX_WORD_TOKENS
 
 
 def _joined(words: Sequence[str]) -> list[str]:

@@ -85,6 +85,7 @@ NOT_SEPARABLE = {
     "nothing cuts": _tokenizer(BYTES),
     "a space is put before the text": _tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=True)),
     "another expression": _tokenizer(pre_tokenizers.Split(Regex("a b|."), behavior="isolated"), BYTES),
+    "bytes before the cut": _tokenizer(BYTES, _split("qwen2")),
     "spaces replaced": _tokenizer(pre_tokenizers.Metaspace()),
     "normalized": _with_normalizer(normalizers.Lowercase()),
     "an added token with a space": _with_added(AddedToken("a b", normalized=False)),
@@ -103,9 +104,10 @@ def test_other_tokenizers_get_whole_texts(name: str) -> None:
 def test_the_cache_is_bounded_and_keeps_no_long_words() -> None:
     encoder = WordEncoder(SEPARABLE["gpt2"], max_words=10)
     for number in range(100):
-        encoder.encode(f"w{number} x{number} {'long' * 30}")
-        assert len(encoder._ids) <= 10
+        encoder.encode(f"w{number} x{number} {'long' * 30} {'汉' * 6}")
+        assert 0 < len(encoder._ids) <= 10
         assert all(len(word) <= 64 for word in encoder._ids)
+        assert all(len(ids) <= 16 for ids in encoder._ids.values())
 
 
 @pytest.mark.model
