@@ -110,7 +110,8 @@ async def test_a_body_beside_an_upgrade_is_never_a_request(rig: HttpRig, method:
     answer = await reader.readuntil(b"\r\n\r\n")
     with contextlib.suppress(ConnectionError):
         writer.write(SMUGGLED)
-        answer += await reader.read()
+        async with asyncio.timeout(10):
+            answer += await reader.read()
     writer.close()
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"HTTP/1.1 ") == 1
