@@ -14,6 +14,11 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
 
+    @property
+    def other(self) -> "Role":
+        """The role that a worker of this one can change to."""
+        return Role.DECODE if self is Role.PREFILL else Role.PREFILL
+
 
 class WorkerState(StrEnum):
     LOADING = "loading"

@@ -43,8 +43,7 @@ def within_total(
     sizes, within = _filled(decided, total_max), dict(decided)
     for role, decision in decided.items():
         if sizes[role] < decision.desired:
-            other = _other(role)
-            within |= _shifted(decision, decided[other], spares[other], sizes[role], total_max)
+            within |= _shifted(decision, decided[role.other], spares[role.other], sizes[role], total_max)
     return within
 
 
@@ -84,7 +83,3 @@ def _not_below(decided: dict[Role, Decision], total_min: int) -> dict[Role, Deci
             reason = f"kept for a total of {total_min} in both pools: {decision.reason}"
             decided[role] = replace(decision, desired=desired, reason=reason)
     return decided
-
-
-def _other(role: Role) -> Role:
-    return Role.DECODE if role is Role.PREFILL else Role.PREFILL

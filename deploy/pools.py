@@ -232,13 +232,13 @@ class PoolCore:
     def _reconcile(self, now_s: float) -> list[PoolEffect]:
         effects: list[PoolEffect] = []
         for role in Role:
-            changeable = self._changeable(_other(role))
+            changeable = self._changeable(role.other)
             effects += [self._change(member, role, now_s) for member in changeable[: max(0, self._num_missing(role))]]
         for role, pool in self._pools.items():
             if now_s >= pool.not_before_s:
                 effects += [self._start(role, now_s) for _ in range(self._num_to_start(role))]
         for role in Role:
-            for member in self._surplus(role)[self._num_awaited(_other(role)) :]:
+            for member in self._surplus(role)[self._num_awaited(role.other) :]:
                 effects += self._remove(member, now_s)
         return effects
 
@@ -310,7 +310,7 @@ class PoolCore:
 
     def _num_awaited(self, role: Role) -> int:
         """Members that will change to `role` as soon as they have arrived in the other pool, which has too many."""
-        coming = [member for member in self._surplus(_other(role)) if member.phase is Phase.CHANGING]
+        coming = [member for member in self._surplus(role.other) if member.phase is Phase.CHANGING]
         return min(len(coming), max(0, self._num_missing(role))) if not self._change_problem else 0
 
     def _num_to_start(self, role: Role) -> int:
@@ -337,7 +337,3 @@ class PoolCore:
             num_changes=pool.num_changes,
             last_change_s=pool.last_change_s,
         )
-
-
-def _other(role: Role) -> Role:
-    return Role.DECODE if role is Role.PREFILL else Role.PREFILL

@@ -174,7 +174,7 @@ async def _serve_role(process: _Process, around: Surroundings, report_ready: Cal
         await around.server.start()
         stack.push_async_callback(presence.close)
         await presence.start()
-        around.metrics.inc("pdserve_role_changes", 0, to_role=_other(info.role))
+        around.metrics.inc("pdserve_role_changes", 0, to_role=info.role.other)
         around.metrics.inc("pdserve_lives_given_up", 0, reason="frozen")
         report_ready(
             {
@@ -228,10 +228,6 @@ def _on_loop_exception(role: RoleWorker, loop: asyncio.AbstractEventLoop, contex
     loop.default_exception_handler(context)
     if "work_thread" in context:
         role.fail(context["exception"])
-
-
-def _other(role: Role) -> str:
-    return Role.DECODE.value if role is Role.PREFILL else Role.PREFILL.value
 
 
 def _describe(around: Surroundings, address: str) -> WorkerInfo:

@@ -89,7 +89,7 @@ class Faults:
             return False
         self._changing.add(name)
         self._cluster.drain(name, 1.0)
-        role = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
+        role = worker.role.other
         self._time.after(2.0, lambda: self._become(name, role))
         return True
 
