@@ -21,6 +21,7 @@ from common.prefix_index.client import REDIS_ERRORS, connect
 from common.prefix_index.keys import MEMBER_BYTES, Keys
 from common.prefix_index.reader import RedisIndexReader
 from common.prefix_index.scripts import COPY
+from common.telemetry.logs import get_logger
 
 TIMEOUT_S = 0.5
 # A connection this long without a word is asked for one; after as long again it is given up.
@@ -130,8 +131,10 @@ class MirroredIndexReader:
         while not self._is_closing:
             try:
                 await self._follow()
-            except REDIS_ERRORS:
+            except Exception as error:  # whatever it was, copies that nobody keeps up to date must go
                 self._forget_all()
+                if not isinstance(error, REDIS_ERRORS):
+                    get_logger().error("index_mirror_failed", error_type=type(error).__name__)
             await asyncio.sleep(RECONNECT_S)
 
     async def _follow(self) -> None:
@@ -168,6 +171,8 @@ class MirroredIndexReader:
         before, after, num_added, ref_text = head.split(b" ", 3)
         ref, cut = WorkerRef.parse(ref_text.decode()), int(num_added)
         if is_copy:
+            if ref not in self._state.asked_s or len(body) > MAX_MEMBERS * MEMBER_BYTES:
+                return  # nobody of ours sends that, and it must not fill our memory
             self._state.copies[ref] = _Copy(int(after), set(_members(body)))
             self.counts.num_copies += 1
         elif (copy := self._state.copies.get(ref)) is not None:
@@ -195,7 +200,8 @@ class MirroredIndexReader:
         state, now_s = self._state, time.monotonic()
         if now_s >= state.swept_s + FORGET_S:
             copies = {ref: copy for ref, copy in state.copies.items() if ref in state.used}
-            self._state = _State(copies, swept_s=now_s)
+            asked_s = {ref: at_s for ref, at_s in state.asked_s.items() if ref in state.used}
+            self._state = _State(copies, asked_s, swept_s=now_s)
 
 
 def _members(packed: bytes) -> list[bytes]:

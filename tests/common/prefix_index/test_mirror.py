@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from common.ids import WorkerRef
 from common.prefix_index import mirror as mirror_module
 from common.prefix_index.keys import Keys
 from common.prefix_index.mirror import MirroredIndexReader, _depth
@@ -139,6 +140,34 @@ async def test_a_message_that_nobody_of_ours_wrote_only_costs_the_copies(box: Re
         await until_so(lambda: mirror.counts.num_invalid + mirror.counts.num_gaps == 1)
         assert mirror.known_prefix(chain("a", 1), [worker.ref]) is None
         await copied(mirror, worker)
+
+
+async def test_a_copy_that_was_not_asked_for_is_not_kept(box: RedisBox) -> None:
+    async with mirrored(box, "unasked") as (cluster, mirror):
+        worker = await cluster.worker("p0")
+        await copied(mirror, worker)
+        num_members = mirror_module.MAX_MEMBERS + 1
+        for ref, num in ((WorkerRef("other", "a"), 1), (worker.ref, num_members)):
+            head = f"-1 7 {16 * num} {ref}\n".encode()
+            box.client().publish(mirror._channel, head + b"m" * 16 * num)
+        await worker.store(chain("prompt", 3))
+        await until_so(lambda: mirror.known_prefix(chain("prompt", 3), [worker.ref]) == {worker.ref: 3})
+        assert list(mirror._state.copies) == [worker.ref]
+
+
+async def test_no_bug_ends_the_mirror_or_leaves_its_copies(
+    box: RedisBox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with mirrored(box, "bug") as (cluster, mirror):
+        worker = await cluster.worker("p0")
+        await copied(mirror, worker)
+        with monkeypatch.context() as patch:
+            patch.setattr(mirror, "_on_change", lambda data, is_copy: 1 // 0)
+            await worker.store(chain("prompt", 3))
+            await until_so(lambda: "ZeroDivisionError" in capsys.readouterr().out)
+        assert mirror.known_prefix(chain("prompt", 3), [worker.ref]) is None
+        await copied(mirror, worker)
+        assert mirror.known_prefix(chain("prompt", 3), [worker.ref]) == {worker.ref: 3}
 
 
 async def test_a_set_too_large_is_not_mirrored(box: RedisBox, monkeypatch: pytest.MonkeyPatch) -> None:
