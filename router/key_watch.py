@@ -26,6 +26,10 @@ INTERVAL_S = 1.0
 ContentT = TypeVar("ContentT")
 
 
+class UnreadableKeyFile(InvalidKeyFile):
+    """Nothing was read: the file is away, or this process has no descriptors left. The next try may succeed."""
+
+
 class WatchedFile(Generic[ContentT]):
     """A file that is read again whenever it has changed. `parse` runs beside the event loop, `apply` in it."""
 
@@ -34,6 +38,7 @@ class WatchedFile(Generic[ContentT]):
         self._parse = parse
         self._apply = apply
         self._seen: object = None
+        self._told = ""
 
     def read(self) -> None:
         """Raises InvalidKeyFile."""
@@ -41,18 +46,29 @@ class WatchedFile(Generic[ContentT]):
         self._apply(self._load())
 
     async def read_if_changed(self) -> None:
-        """As `read`; of one fault it is told once."""
+        """As `read`; of one fault it is told once. What could not be read, not even as wrong, is tried again."""
         mark = self._mark()
-        if mark != self._seen:
-            self._seen = mark
+        if mark == self._seen:
+            self._told = ""
+            return
+        try:
             self._apply(await asyncio.to_thread(self._load))
+        except UnreadableKeyFile as error:
+            if str(error) == self._told:
+                return
+            self._told = str(error)
+            raise
+        except InvalidKeyFile:
+            self._seen = mark
+            raise
+        self._seen, self._told = mark, ""
 
     def _load(self) -> ContentT:
         try:
             with self._path.open("rb") as file:
                 data = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
-            raise InvalidKeyFile(f"{self._path}: {error.strerror}") from error
+            raise UnreadableKeyFile(f"{self._path}: {error.strerror}") from error
         try:
             return self._parse(data)
         except InvalidKeyFile as error:

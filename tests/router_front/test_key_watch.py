@@ -1,9 +1,11 @@
 """Keys from files: read at the start, again when they change, and never less safe when a file is wrong."""
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import pytest_asyncio
@@ -109,6 +111,29 @@ async def test_a_file_that_becomes_wrong_leaves_the_keys_in_force_and_is_told_on
     assert "key_file_refused" in capsys.readouterr().out
     path.write_text(file_text(NEW))
     await becomes(lambda: lets_in(access, NEW))
+
+
+async def test_a_change_that_could_not_be_read_is_tried_again_and_told_once(
+    watched: tuple[Path, Access, Counted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, access, metrics = watched
+    num_tries = 0
+
+    def refused(*args: object, **kwargs: object) -> NoReturn:
+        nonlocal num_tries
+        num_tries += 1
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refused)
+        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
+        os.write(descriptor, file_text(NEW).encode())
+        os.close(descriptor)
+        await becomes(lambda: num_tries >= 3)
+        assert metrics.names == ["pdserve_key_file_errors"]
+        assert lets_in(access, OLD)
+    await becomes(lambda: lets_in(access, NEW))
+    assert not lets_in(access, OLD)
 
 
 async def test_no_bug_ends_the_watch(
