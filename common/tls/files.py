@@ -68,12 +68,16 @@ class CertificateFiles:
         """OpenSSL says whether key and certificate are a pair: between the two renames they are not."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(self.cert_file, self.key_file)
+            context.load_cert_chain(self.cert_file, self.key_file, self._refuse_passphrase)
             if self.ca_file:
                 context.load_verify_locations(self.ca_file)
         except OSError as error:  # SSLError is one
             names = ", ".join(path for path in (self.cert_file, self.key_file, self.ca_file) if path)
             raise InvalidCertificate(f"{names}: {error}") from error
+
+    def _refuse_passphrase(self) -> str:
+        """OpenSSL would ask for it at the terminal."""
+        raise InvalidCertificate(f"{self.key_file}: the key has a passphrase, and nobody is there to type it")
 
 
 def _read(path: str) -> bytes:

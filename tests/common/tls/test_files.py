@@ -1,6 +1,7 @@
 """Certificates that are replaced, half replaced and damaged while they are in use."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,11 @@ def test_a_key_of_another_certificate_is_refused(mounted: Path) -> None:
     files = CertificateFiles(f"{mounted}/router.crt", f"{mounted}/decode.key", f"{mounted}/ca.crt")
     with pytest.raises(InvalidCertificate, match=r"router\.crt.*decode\.key"):
         files.current()
+
+
+def test_a_key_with_a_passphrase_is_refused_instead_of_asked_for(mounted: Path) -> None:
+    key, locked = mounted / "router.key", mounted / "locked.key"
+    subprocess.run(["openssl", "pkey", "-in", key, "-aes256", "-passout", "pass:secret", "-out", locked], check=True)
+    locked.replace(key)
+    with pytest.raises(InvalidCertificate, match=r"router\.key: the key has a passphrase"):
+        files_of(mounted).current()
