@@ -19,6 +19,8 @@ MAY_DIFFER = frozenset(
         *("transport", "digest", "min_chunk_bytes", "max_inflight_bytes", "link_timeout_s"),
     }
 )
+# May hold a password: a refusal is logged and shown.
+SECRET = frozenset({"redis_url"})
 
 
 class RoleChangeRefused(PdserveError):
@@ -29,8 +31,11 @@ def check_role_change(now: WorkerConfig, then: WorkerConfig) -> None:
     """Raise RoleChangeRefused unless a worker of `now` can become one of `then` without loading."""
     for name in type(now).model_fields:
         here, there = getattr(now, name), getattr(then, name)
-        if name not in MAY_DIFFER | OF_THE_PLACE and here != there:
-            raise RoleChangeRefused(f"{name}: {here!r} as {now.role}, {there!r} as {then.role}")
+        if name in MAY_DIFFER | OF_THE_PLACE or here == there:
+            continue
+        if name in SECRET:
+            raise RoleChangeRefused(f"{name}: one as {now.role}, another as {then.role}")
+        raise RoleChangeRefused(f"{name}: {here!r} as {now.role}, {there!r} as {then.role}")
 
 
 def at_the_place_of(now: WorkerConfig, then: WorkerConfig) -> WorkerConfig:

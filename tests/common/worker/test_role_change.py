@@ -21,13 +21,18 @@ def test_sizes_and_paces_may_differ() -> None:
         ("attention", "triton"),
         ("model", ModelConfig(path="other")),
         ("model", ModelConfig(path="m", max_model_len=9)),
-        ("redis_url", "redis://b"),
         ("namespace", "other"),
     ],
 )
 def test_what_the_weights_or_the_cluster_depend_on_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(RoleChangeRefused, match=f"^{name}: .* as prefill, .* as decode$"):
         check_role_change(PREFILL, DECODE.model_copy(update={name: value}))
+
+
+def test_a_password_is_not_told() -> None:
+    """As where workers outlived a controller, and the next one was given another password."""
+    with pytest.raises(RoleChangeRefused, match=r"^redis_url: one as prefill, another as decode$"):
+        check_role_change(PREFILL, DECODE.model_copy(update={"redis_url": "redis://:secret@a"}))
 
 
 def test_every_setting_that_may_differ_exists() -> None:
