@@ -21,6 +21,7 @@ from common.kernels.decode_attention import DecodeTiles, decode_attention, decod
 from common.kernels.kv_layout import KVLayout
 from common.kernels.prefill_attention import PrefillTiles, prefill_attention, prefill_candidates
 from common.model.backend import AttentionBatch
+from common.telemetry.logs import get_logger
 
 Measure = Callable[[Callable[[], object]], float]  # milliseconds of one call
 PREFILL_LEN = 512  # new tokens of the sequence that prefill is measured with
@@ -63,13 +64,18 @@ class TuningFile:
             kept = json.loads(self._path.read_text())
         except (OSError, ValueError):
             return {}
-        return {name: choice for name, choice in kept.items() if isinstance(choice, int)}
+        named = kept.items() if isinstance(kept, dict) else ()
+        return {name: choice for name, choice in named if isinstance(choice, int)}
 
     def _write(self, kept: dict[str, int]) -> None:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
-            json.dump(kept, file, indent=1, sort_keys=True)
-        os.replace(file.name, self._path)
+        """Best effort: on a read-only disk every start measures."""
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
+                json.dump(kept, file, indent=1, sort_keys=True)
+            os.replace(file.name, self._path)
+        except OSError as error:
+            get_logger().warning("tuning_not_kept", reason=str(error))
 
 
 def tune_attention(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from structlog.testing import capture_logs
 
 from common.kernels import tuning
 from common.kernels.decode_attention import decode_attention, decode_attention_reference, decode_candidates
@@ -65,7 +66,7 @@ def test_what_does_not_fit_the_device_is_never_chosen(file: TuningFile) -> None:
     assert tune_attention(file, kv, 4, 64, torch.bfloat16, measure).decode == decode_candidates(64, torch.bfloat16)[0]
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"prefill 4/2x64": "x"}', "[1]" * 0 + "{}"])
+@pytest.mark.parametrize("content", ["", "{", '{"prefill 4/2x64": "x"}', "[1]"])
 def test_a_damaged_file_is_measured_over(file: TuningFile, tmp_path: Path, content: str) -> None:
     path = tmp_path / "kernels" / "tuned.json"
     path.parent.mkdir()
@@ -74,6 +75,16 @@ def test_a_damaged_file_is_measured_over(file: TuningFile, tmp_path: Path, conte
     tune(file, clock)
     assert clock.num_measured == 6
     assert [child.name for child in path.parent.iterdir()] == ["tuned.json"]
+
+
+def test_where_nothing_can_be_kept_every_start_measures(file: TuningFile, tmp_path: Path) -> None:
+    (tmp_path / "kernels").write_text("a file where the directory should be")
+    clock = Clock(3.0, 1.0, 2.0)
+    with capture_logs() as logs:
+        assert tune(file, clock).decode == decode_candidates(64, torch.bfloat16)[1]
+    assert {line["event"] for line in logs} == {"tuning_not_kept"}
+    tune(file, clock)
+    assert clock.num_measured == 12
 
 
 def test_a_kept_choice_beyond_the_candidates_is_the_first(file: TuningFile, monkeypatch: pytest.MonkeyPatch) -> None:
