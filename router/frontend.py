@@ -22,7 +22,7 @@ from router.served_model import ServedModel
 from router.service_protocol import GenerationService, Readiness
 from router.tenants import Lease, Tenant
 from router.token_text import TokenTexts
-from router.tokenizer import PromptTokenizer
+from router.tokenizer import PromptTokenizer, strings_in
 from router.validation import Validator, ValidRequest
 
 _NO_METRICS = NullMetrics()
@@ -81,8 +81,19 @@ class Frontend:
             return await asyncio.to_thread(self._tokenize, prompt)
         return self._tokenize(prompt)
 
-    def detokenize(self, token_ids: Sequence[int], param: str) -> str:
-        """Text of token ids, special tokens included. Raises InvalidRequest."""
+    async def detokenize(self, token_ids: Sequence[int], param: str) -> str:
+        """Text of token ids, special tokens included; of many off the event loop. Raises InvalidRequest."""
+        if len(token_ids) > limits.MAX_INLINE_TOKENIZE_LENGTH:
+            return await asyncio.to_thread(self._detokenize, token_ids, param)
+        return self._detokenize(token_ids, param)
+
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """What to show for each token; of many off the event loop."""
+        if len(token_ids) > limits.MAX_INLINE_TOKENIZE_LENGTH:
+            return await asyncio.to_thread(list, map(self.token_texts.text, token_ids))
+        return list(map(self.token_texts.text, token_ids))
+
+    def _detokenize(self, token_ids: Sequence[int], param: str) -> str:
         if any(not 0 <= token_id < self.model.vocab_size for token_id in token_ids):
             raise InvalidRequest(f"{param} holds ids outside 0 ... {self.model.vocab_size - 1}", param=param)
         return self.tokenizer.decode(token_ids)
@@ -146,6 +157,6 @@ def _text_length(prompt: Prompt) -> int:
         case TextPrompt():
             return len(prompt.text)
         case ChatPrompt():
-            return sum(len(message["content"]) for message in prompt.messages)
+            return sum(map(len, strings_in([*prompt.messages, prompt.template_kwargs])))
         case TokenPrompt():
             return 0

@@ -71,7 +71,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         self._check_size(request.ByteSize())
         self._frontend.validator.check_model(request.model)
-        return pb.DetokenizeResponse(prompt=self._frontend.detokenize(request.token_ids, "token_ids"))
+        return pb.DetokenizeResponse(prompt=await self._frontend.detokenize(request.token_ids, "token_ids"))
 
     @guarded
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:

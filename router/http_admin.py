@@ -111,20 +111,20 @@ class AdminEndpoints:
         body = await self._body(request, _TOKENIZE)
         self._frontend.validator.check_model(body.model or "")
         token_ids = await self._frontend.tokenize(_prompt_of(body))
-        strings = [self._frontend.token_texts.text(token_id) for token_id in token_ids]
+        strings = await self._frontend.token_strings(token_ids) if body.return_token_strs else None
         return json_response(
             {
                 "count": len(token_ids),
                 "max_model_len": self._frontend.model.max_model_len,
                 "tokens": token_ids,
-                "token_strs": strings if body.return_token_strs else None,
+                "token_strs": strings,
             }
         )
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, _DETOKENIZE)
         self._frontend.validator.check_model(body.model or "")
-        return json_response({"prompt": self._frontend.detokenize(body.tokens, "tokens")})
+        return json_response({"prompt": await self._frontend.detokenize(body.tokens, "tokens")})
 
     async def state(self, request: Request) -> Response:
         state = self._service.state()
@@ -151,7 +151,7 @@ class AdminEndpoints:
         return json_response(record)
 
     async def drain(self, request: Request) -> Response:
-        has_body = request.headers.get("content-length", "0") != "0"
+        has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
         body = await self._body(request, _DRAIN) if has_body else DrainBody()
         worker_id = request.path_params["worker_id"]
         if not 0 <= body.grace_s <= limits.MAX_DRAIN_GRACE_S:

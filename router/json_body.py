@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from common.errors import InvalidRequest
+from router import limits
 from router.openai_fields import unknown_field
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -51,6 +52,8 @@ def _explained(message: str, body_type: Any) -> InvalidRequest:
 
 def _explain_malformed(body: bytes) -> None:
     """Name the field that holds NaN, an infinity or half a surrogate pair; other faults have no field."""
+    if len(body) > limits.MAX_EXPLAINED_BYTES:
+        return
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):

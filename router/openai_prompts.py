@@ -1,6 +1,6 @@
 """The prompts in bodies of the OpenAI API: strings, token ids, messages. Pure: no IO."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from common.errors import InvalidRequest, Unsupported
@@ -60,11 +60,17 @@ def chat_prompt(
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any], param: str) -> None:
-    """Raise when they would replace what the template gets from us, or nest too deeply."""
+    """Raise when they would replace what the template gets from us, nest too deeply, or are too many."""
     for name in kwargs:
         if name in _RESERVED_TEMPLATE_NAMES or not name.isidentifier():
             raise InvalidRequest(f"{param} cannot set {name[:64]!r}", param=param)
-    if _is_deeper_than(kwargs, limits.MAX_JSON_DEPTH):
+    level, num_values = _inside([kwargs]), 0
+    for _ in range(limits.MAX_JSON_DEPTH):
+        num_values += len(level)
+        if num_values > limits.MAX_TEMPLATE_VALUES:
+            raise InvalidRequest(f"{param} holds more than {limits.MAX_TEMPLATE_VALUES} values", param=param)
+        level = _inside(level)
+    if level:
         raise InvalidRequest(f"{param} is nested too deeply", param=param)
 
 
@@ -86,9 +92,12 @@ def _joined(parts: Sequence[ContentPart], param: str) -> str:
     return "".join(part.text or "" for part in parts)
 
 
-def _is_deeper_than(value: object, depth: int) -> bool:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if not isinstance(value, list):
-        return False
-    return depth == 0 or any(_is_deeper_than(item, depth - 1) for item in value)
+def _inside(values: Iterable[object]) -> list[object]:
+    """What the containers among `values` hold."""
+    inside: list[object] = []
+    for value in values:
+        if isinstance(value, Mapping):
+            inside += value.values()
+        elif isinstance(value, list):
+            inside += value
+    return inside

@@ -77,7 +77,7 @@ class PromptTokenizer:
 
     def _disguise(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> Disguise:
         disguise = Disguise(self._special_pattern)
-        for text in _strings([*messages, kwargs]):
+        for text in strings_in([*messages, kwargs]):
             disguise.reserve(text)
         return disguise
 
@@ -116,14 +116,14 @@ def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings_in(value: Any) -> Iterator[str]:
     """Every string in `value`, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from chain.from_iterable(map(_strings, [*value.keys(), *value.values()]))
+        yield from chain.from_iterable(map(strings_in, [*value.keys(), *value.values()]))
     elif isinstance(value, list):
-        yield from chain.from_iterable(map(_strings, value))
+        yield from chain.from_iterable(map(strings_in, value))
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections import Counter
 from collections.abc import AsyncGenerator
 
@@ -58,13 +59,34 @@ async def test_refusals_are_counted_and_the_services_failures_are_not() -> None:
     assert metrics.counts == {("pdserve_requests", "refused", "invalid_value"): 1}
 
 
-async def test_long_texts_are_tokenized_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_takes_long_is_done_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_INLINE_TOKENIZE_LENGTH", 10)
     frontend = build_frontend(always([1]))
-    text = "a longer text than ten"
-    chat = ChatPrompt(({"role": "user", "content": text},))
+    off_loop: list[bool] = []
+
+    def noted(name: str) -> None:
+        call = getattr(frontend.tokenizer, name)
+
+        def note(*args: object, **kwargs: object) -> object:
+            off_loop.append(threading.current_thread() is not threading.main_thread())
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(frontend.tokenizer, name, note)
+
+    for name in ("encode", "encode_chat", "decode"):
+        noted(name)
+    text, short = "a longer text than ten", "short"
+    user = {"role": "user", "content": "x"}
     assert list(await frontend.tokenize(TextPrompt(text)))[1:] == ids(text)
-    assert ids(text)[0] in await frontend.tokenize(chat)
+    assert ids(text)[0] in await frontend.tokenize(ChatPrompt(({"role": "user", "content": text},)))
+    await frontend.tokenize(ChatPrompt((user,), template_kwargs={"tone": text}))
+    assert await frontend.detokenize(ids(text), "tokens") == text
+    assert off_loop == [True] * 4
+    assert await frontend.token_strings(ids(text)) == list(text)
+    assert list(await frontend.tokenize(TextPrompt(short)))[1:] == ids(short)
+    await frontend.tokenize(ChatPrompt((user,)))
+    assert await frontend.detokenize(ids(short), "tokens") == short
+    assert off_loop[4:] == [False] * 3
 
 
 async def test_a_stop_string_stops_only_its_choice() -> None:

@@ -118,6 +118,10 @@ async def test_the_clients_trace_goes_with_the_request(rig: HttpRig) -> None:
     assert [request.trace_parent for request in last] == [trace_parent, trace_parent, ("long" * 32)]
 
 
+async def _chunks() -> AsyncIterator[bytes]:
+    yield b'{"grace_s": 4}'
+
+
 async def test_workers_are_drained_and_pools_scaled(rig: HttpRig) -> None:
     drained = await rig.client.post("/admin/v1/workers/decode-0/drain")
     with_grace = await rig.post("/admin/v1/workers/prefill-0/drain", {"grace_s": 2})
@@ -125,7 +129,11 @@ async def test_workers_are_drained_and_pools_scaled(rig: HttpRig) -> None:
     scaled = await rig.post("/admin/v1/pools/decode", {"replicas": 3})
     assert (drained.status_code, with_grace.status_code, scaled.status_code) == (202, 202, 202)
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "worker_not_found")
-    assert service_of(rig.frontend).drained[:2] == [("decode-0", 30.0), ("prefill-0", 2.0)]
+    headers = {"content-type": "application/json"}
+    in_chunks = await rig.client.post("/admin/v1/workers/prefill-0/drain", content=_chunks(), headers=headers)
+    assert in_chunks.status_code == 202
+    known = [call for call in service_of(rig.frontend).drained if call[0] != "nobody"]
+    assert known == [("decode-0", 30.0), ("prefill-0", 2.0), ("prefill-0", 4.0)]
     both = await rig.post("/admin/v1/pools", {"prefill": 1, "decode": 3})
     one = await rig.post("/admin/v1/pools", {"prefill": 2})
     assert (both.status_code, both.json()) == (202, {"prefill": 1, "decode": 3})

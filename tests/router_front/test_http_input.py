@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from router import limits
 from router.generation import GenerationRequest
 from tests.router_front.http_rig import HttpRig, http_rig, ids
 from tests.router_front.scripted_service import ScriptedService, always
@@ -242,6 +243,21 @@ async def test_limits_of_a_chat(rig: HttpRig, body: dict[str, Any], param: str) 
 async def test_logprobs_without_alternatives_are_fine(rig: HttpRig) -> None:
     reply = await rig.post("/v1/chat/completions", {"messages": USER, "logprobs": True})
     assert reply.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+async def test_in_a_large_body_the_field_is_not_looked_for(rig: HttpRig) -> None:
+    """A megabyte of numbers with a NaN after them stopped the event loop for seconds."""
+    body = b'{"prompt": [' + b"1," * (limits.MAX_EXPLAINED_BYTES // 2) + b"NaN]}"
+    error = await refused(rig, body)
+    assert error["param"] is None
+    assert "no valid JSON" in error["message"]
+
+
+@pytest.mark.parametrize("value", [[0] * limits.MAX_TEMPLATE_VALUES, {f"k{n}": [0] for n in range(3000)}])
+async def test_the_templates_arguments_are_bounded(rig: HttpRig, value: object) -> None:
+    error = await refused(rig, {"messages": USER, "chat_template_kwargs": {"x": value}}, "/v1/chat/completions")
+    assert error["param"] == "chat_template_kwargs"
+    assert "4096" in error["message"]
 
 
 @pytest.mark.parametrize("stream", ["true", "false"])
