@@ -157,6 +157,7 @@ def _text_length(prompt: Prompt) -> int:
         case TextPrompt():
             return len(prompt.text)
         case ChatPrompt():
-            return sum(map(len, strings_in([*prompt.messages, prompt.template_kwargs])))
+            contents = [message["content"] for message in prompt.messages]
+            return sum(map(len, strings_in([*contents, prompt.template_kwargs])))
         case TokenPrompt():
             return 0
