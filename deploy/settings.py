@@ -8,6 +8,7 @@ every service.
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,8 @@ def env_name(path: str) -> str:
 
 
 def redact_url(url: str) -> str:
-    """The URL without its password."""
+    """The URL without its password, wherever redis-py would find one."""
+    url = re.sub(r"(?<=[?&]password=)[^&#]*", _REDACTED, url)
     scheme, separator, rest = url.partition("://")
     credentials, at, host = rest.rpartition("@")
     if not separator or not at:

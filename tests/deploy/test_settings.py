@@ -83,6 +83,9 @@ def test_a_bad_environment_variable_is_named_without_its_value() -> None:
     [
         ("redis://:secret@127.0.0.1:6390/0", "redis://:(hidden)@127.0.0.1:6390/0"),
         ("rediss://user:se@cret@host/0", "rediss://user:(hidden)@host/0"),
+        ("redis://host/0?password=se%40cret&ssl_ca_certs=ca", "redis://host/0?password=(hidden)&ssl_ca_certs=ca"),
+        ("redis://u@host/0?db=1&password=secret", "redis://u:(hidden)@host/0?db=1&password=(hidden)"),
+        ("redis://host/0?password_file=/run/key", "redis://host/0?password_file=/run/key"),
         ("redis://127.0.0.1:6390", "redis://127.0.0.1:6390"),
         ("", ""),
     ],
