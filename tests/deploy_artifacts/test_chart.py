@@ -140,6 +140,12 @@ def test_no_redis_at_all_is_refused_with_what_to_set(helm: Helm) -> None:
     assert "set externalRedis.url or externalRedis.existingSecret" in done.stderr
 
 
+def test_api_keys_without_an_admin_key_are_refused(helm: Helm) -> None:
+    done = helm("template", "pd", str(CHART), "--set", "router.apiKeys.existingSecret=keys")
+    assert done.returncode != 0
+    assert "router.apiKeys needs router.adminKey.existingSecret" in done.stderr
+
+
 def test_the_schema_offers_exactly_the_settings_of_the_configuration() -> None:
     """When this fails: `python -m tests.tools.chart_schema --write`."""
     assert (CHART / "values.schema.json").read_text() == chart_schema.expected()

@@ -23,6 +23,8 @@
   "grpc_port" .Values.router.service.grpcPort
   "metrics_port" .Values.router.metricsPort -}}
 {{- if .Values.router.apiKeys.existingSecret -}}
+{{/* Pods that end ask for a drain: with API keys that needs the admin key. */}}
+{{- $_ := required "router.apiKeys needs router.adminKey.existingSecret: pods drain their workers with it" .Values.router.adminKey.existingSecret -}}
 {{- $_ := set $router "api_keys_file" (printf "/etc/pdserve-keys/%s" .Values.router.apiKeys.secretKey) -}}
 {{- end -}}
 {{- $tls := dict -}}
