@@ -40,6 +40,7 @@ class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
         self._on_message = on_message
         self._on_router_lost = on_router_lost
         self._queues: dict[RouterId, asyncio.Queue[WorkerMessage | None]] = {}
+        self._is_closed = False
 
     def send(self, router_id: RouterId, message: WorkerMessage) -> None:
         """Queue a message. A router that left hears nothing: its requests are being cancelled."""
@@ -57,7 +58,8 @@ class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
             self.send(router_id, message)
 
     def close(self) -> None:
-        """End every stream after what is queued."""
+        """End every stream after what is queued, and open none: the role behind them is being taken down."""
+        self._is_closed = True
         for queue in self._queues.values():
             queue.put_nowait(None)
 
@@ -66,6 +68,8 @@ class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.ConnectResponse]:
         """One router's stream, until either side ends it."""
         router_id = await self._hello(request_iterator, context)
+        if self._is_closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this life of the worker is ending")
         if (old := self._queues.get(router_id)) is not None:
             self._end(router_id, old)
         queue: asyncio.Queue[WorkerMessage | None] = asyncio.Queue()

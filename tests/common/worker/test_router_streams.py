@@ -101,6 +101,18 @@ async def test_messages_pass_in_both_directions() -> None:
         assert await router.receive() == WorkerStats(num_running=2)
 
 
+async def test_a_worker_that_has_closed_its_streams_opens_none() -> None:
+    async with serving() as (recorder, channel):
+        await connected(channel)
+        recorder.streams.close()
+        assert await asyncio.wait_for(recorder.lost.get(), 5) == ROUTER
+        late = Router(channel)
+        await late.send(RouterHello(ROUTER))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await late.call.read()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_messages_that_wait_together_travel_together_and_in_order() -> None:
     async with serving() as (recorder, channel):
         router = await connected(channel)
