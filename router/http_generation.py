@@ -96,6 +96,7 @@ class GenerationEndpoints:
         answer_id = f"{prefix}-{secrets.token_hex(16)}"
         ids = [answer_id if idx == 0 else f"{answer_id}-{idx}" for idx in range(len(specs))]
         trace_parent, tenant = request.headers.get(TRACE_PARENT_HEADER, ""), tenant_of(request)
+        tenant.check_prompts(len(specs))
         requests = [
             await self._frontend.admit(spec, RequestId(prompt_id), tenant, trace_parent)
             for spec, prompt_id in zip(specs, ids, strict=True)

@@ -86,6 +86,12 @@ class Tenant:
     def min_priority(self) -> int:
         return self._settings.min_priority
 
+    @property
+    def _max_waiting(self) -> int | None:
+        """None = as many as the router lets wait."""
+        share = self._limits.queue_share
+        return max(1, int(share * self._max_num_queued)) if share < 1.0 else None
+
     def cache_salt(self, stated: str) -> bytes:
         """The salt of a request's blocks. Raises InvalidRequest when the client may not divide the cache itself."""
         if not stated:
@@ -103,6 +109,13 @@ class Tenant:
         if wait_s > 0:
             raise self._refusal(f"requests: limit {self._requests.per_minute} per minute", wait_s)
         self._requests.take(1, now_s)
+
+    def check_prompts(self, num_prompts: int) -> None:
+        """Of one call. Raises InvalidRequest for more than may ever be answered at a time: waiting would not help."""
+        bounds = (self._limits.max_concurrent, self._max_waiting)
+        most = min((bound for bound in bounds if bound is not None), default=num_prompts)
+        if num_prompts > most:
+            raise InvalidRequest(f"prompt holds {num_prompts} prompts, your limit is {most} at a time", param="prompt")
 
     @contextmanager
     def running(self, num_prompt_tokens: int) -> Iterator[Lease]:
@@ -135,10 +148,8 @@ class Tenant:
         limits, now_s = self._limits, self._clock()
         if limits.max_concurrent is not None and self.num_running >= limits.max_concurrent:
             raise self._refusal(f"concurrent requests: limit {limits.max_concurrent}", _CONCURRENCY_RETRY_S)
-        if limits.queue_share < 1.0:
-            max_waiting = max(1, int(limits.queue_share * self._max_num_queued))
-            if self.num_waiting >= max_waiting:
-                raise self._refusal(f"waiting requests: limit {max_waiting}", _CONCURRENCY_RETRY_S)
+        if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
+            raise self._refusal(f"waiting requests: limit {self._max_waiting}", _CONCURRENCY_RETRY_S)
         if self._tokens is not None:
             wait_s = self._tokens.wait_s(num_prompt_tokens, now_s)
             if wait_s > 0:

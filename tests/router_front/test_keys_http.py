@@ -205,6 +205,18 @@ async def test_concurrent_requests_are_bounded_and_their_places_come_back(stream
         await in_flight(rig.frontend, 0)
 
 
+@pytest.mark.parametrize("limits", [{"max_concurrent": 2}, {"queue_share": 0.25}])
+async def test_more_prompts_than_may_ever_run_at_a_time_are_no_reason_to_wait(limits: dict[str, float]) -> None:
+    service = always(ids("ok"))
+    async with http_rig(service, access=access(key_file(limits=limits))) as rig:
+        for num_prompts, status in ((2, 200), (3, 400)):
+            body = {"prompt": ["x"] * num_prompts}
+            reply = await rig.client.post("/v1/completions", json=body, headers=bearer(ACME))
+            assert reply.status_code == status
+        assert (reply.json()["error"]["param"], len(service.submitted)) == ("prompt", 2)
+        assert "retry-after" not in reply.headers
+
+
 async def test_a_tenant_fills_no_more_than_its_share_of_the_queue() -> None:
     are_placed = False
     service = ScriptedService(lambda request: [*([accepted(request)] if are_placed else []), Pause()])
