@@ -123,6 +123,7 @@ def soak_measured() -> Iterator[str]:
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(run["outcomes"].items()))
     yield f"{run['date'][:10]}, {run['processors']} processors, {run['seconds']:g} s, seed {run['seed']}: {counts}."
     yield f"Faults: {', '.join(fault['name'] for fault in run['faults'])}."
+    yield f"Problems: {'; '.join(run['problems']) or 'none'}."
     yield ""
     yield _row("", *(name for name in run["before"]))
     yield _row(*["---"] * (1 + len(run["before"])))
