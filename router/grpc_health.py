@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from router import limits
 from router.grpc_errors import Context
 from router.service_protocol import Readiness
 
@@ -15,11 +16,12 @@ _WATCH_INTERVAL_S = 0.2
 
 
 class ReadinessHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
-    """Holds no state of its own, so it cannot be out of date."""
+    """Holds no status of its own, so it cannot be out of date."""
 
     def __init__(self, readiness: Callable[[], Readiness], service_name: str) -> None:
         self._readiness = readiness
         self._service_name = service_name
+        self._num_watchers = 0
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:
         status = self._status(request.service)
@@ -28,10 +30,19 @@ class ReadinessHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # 
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        """The status now, and again whenever it changes."""
+        """The status now, and again whenever it changes. Open to strangers, so bounded."""
+        if self._num_watchers >= limits.MAX_HEALTH_WATCHERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watch already; use Check")
+        self._num_watchers += 1
+        try:
+            await self._follow(request.service, context)
+        finally:
+            self._num_watchers -= 1
+
+    async def _follow(self, service: str, context: Context) -> None:
         last = None
         while True:
-            status = self._status(request.service)
+            status = self._status(service)
             if status != last:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 last = status

@@ -22,6 +22,8 @@ MAX_HEADERS = 100
 # Calls at a time on one gRPC connection; further ones wait in the client.
 MAX_GRPC_STREAMS = 100
 HANDSHAKE_TIMEOUT_S = 2.0
+# Of gRPC health, which asks for no key; each costs five looks a second.
+MAX_HEALTH_WATCHERS = 256
 # A refused body is read to its end within these bounds, so that the client gets to see the answer.
 MAX_DISCARDED_BYTES = 64 << 20
 DISCARD_TIMEOUT_S = 0.5

@@ -1,15 +1,18 @@
 """Limits of a gRPC connection: what a stranger may send before and beside a message."""
 
 import asyncio
+import contextlib
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.pb import generation_pb2 as pb
 from router import limits
 from tests.router_front.grpc_rig import grpc_rig
 from tests.router_front.http_rig import ids, in_flight
 from tests.router_front.scripted_service import Pause, ScriptedService, accepted, always
+from tests.waiting import until
 
 REQUEST = pb.GenerateRequest(prompt="x")
 
@@ -40,6 +43,27 @@ async def test_further_calls_of_a_connection_wait_in_the_client() -> None:
             call.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
         await in_flight(rig.frontend, 0)
+
+
+async def test_strangers_watch_the_health_in_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_HEALTH_WATCHERS", 2)
+    request = health_pb2.HealthCheckRequest()
+    async with grpc_rig(always(ids("ok"))) as rig:
+        health = health_pb2_grpc.HealthStub(rig.channel)
+        watches = [health.Watch(request) for _ in range(2)]
+        for watch in watches:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health.Watch(request).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        watches[0].cancel()
+
+        async def has_room() -> bool:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return (await health.Watch(request).read()) is not None
+            return False
+
+        await until(has_room)
 
 
 async def test_a_connection_that_never_says_anything_is_closed() -> None:
