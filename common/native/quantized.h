@@ -28,10 +28,16 @@ inline float from_half(uint16_t bits) { return _cvtsh_ss(bits); }
 template <int BITS>
 void quantize_span(uint8_t* packed, uint16_t* scales, const bfloat16* weights) {
     constexpr int64_t span = kSpan<BITS>;
-    float least = load(weights[0]), most = least;
-    for (int64_t in = 1; in < span; ++in) {
+    float least = load(weights[0]), most = least, odd = 0;
+    for (int64_t in = 0; in < span; ++in) {
         least = std::min(least, load(weights[in]));
         most = std::max(most, load(weights[in]));
+        odd += 0 * load(weights[in]);
+    }
+    if (odd != 0) {  // NaN: a weight that is not finite makes every product with its span so
+        scales[0] = half_bits(odd);
+        if (BITS == 4) scales[kGroup] = half_bits(odd);
+        return;
     }
     const float start = BITS == 8 ? 0.0f : from_half(half_bits(least));
     const float range = BITS == 8 ? std::max(-least, most) / 127.0f : (most - start) / 15.0f;
@@ -89,13 +95,15 @@ struct QuantizedRows {
         const int64_t span = span_of(bits), num_spans = num_in / span;
         const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
         for (int64_t index = 0; index < num_spans; ++index) {
-            __m512 part[4], top = _mm512_setzero_ps();
+            __m512 part[4];
+            __m512i top = _mm512_setzero_si512();  // as integers, which order NaN above all numbers: it is kept
             for (int64_t lane = 0; lane < span / kLane; ++lane) {
                 part[lane] = load_lane(x + index * span + lane * kLane, 0xFFFF);
-                const __m512i positive = _mm512_and_si512(_mm512_castps_si512(part[lane]), magnitude);
-                top = _mm512_max_ps(top, _mm512_castsi512_ps(positive));
+                top = _mm512_max_epi32(top, _mm512_and_si512(_mm512_castps_si512(part[lane]), magnitude));
             }
-            const float greatest = _mm512_reduce_max_ps(top);
+            const int32_t top_bits = _mm512_reduce_max_epi32(top);
+            float greatest;
+            std::memcpy(&greatest, &top_bits, sizeof greatest);
             const __m512 factor = _mm512_set1_ps(greatest > 0 ? 127.0f / greatest : 0.0f);
             __m512i sum = _mm512_setzero_si512();
             for (int64_t lane = 0; lane < span / kLane; ++lane) {

@@ -141,3 +141,19 @@ def test_a_weight_that_cannot_have_so_few_bits_is_refused(products: NativeProduc
     with pytest.raises(CheckpointError, match="cannot have 4 bits"):
         Linear(torch.ones(8, 96).bfloat16(), None, products.with_bits(4))
     assert products.with_bits(4).for_head().bits == 8
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("at", [0, 1, 63, 64, 191])
+def test_what_is_not_finite_never_becomes_a_number(products: NativeProducts, bits: int, value: float, at: int) -> None:
+    """Damaged weights and activations must reach the check of the logits, whatever the number of bits."""
+    x, weight, _ = inputs(3, (50, 192))
+    damaged_x, damaged_weight = x.clone(), weight.clone()
+    damaged_x[1, at], damaged_weight[2, at] = value, value
+    out = products.with_bits(bits).pack(weight, None)(damaged_x)
+    assert not out[1].isfinite().any()
+    assert out[[0, 2]].isfinite().all()
+    out = products.with_bits(bits).pack(damaged_weight, None)(x)
+    assert not out[:, 2].isfinite().any()
+    assert out[:, [*range(2), *range(3, 50)]].isfinite().all()
