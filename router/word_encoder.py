@@ -117,11 +117,10 @@ def _is_worth_keeping(word: str, ids: Sequence[int]) -> bool:
 def _joined(words: Sequence[str]) -> list[str]:
     """Undo the cuts after white space: those spaces belong to what is before them."""
     whole: list[str] = []
-    is_open = False
+    parts: list[str] = []
     for word in words:
-        if is_open:
-            whole[-1] += word
-        else:
-            whole.append(word)
-        is_open = not _is_whole(word)
-    return whole
+        parts.append(word)
+        if _is_whole(word):
+            whole.append("".join(parts))
+            parts = []
+    return [*whole, "".join(parts)] if parts else whole

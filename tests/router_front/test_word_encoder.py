@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from common.checkpoint import open_checkpoint
 from common.checkpoint.gguf_tokenizer import SPLIT_PATTERNS
-from router.word_encoder import WordEncoder, is_separable
+from router.word_encoder import WordEncoder, _joined, is_separable
 
 # Merges across everything that could be cut wrongly: spaces, line ends, letters, digits, signs.
 _MERGES = ["Ġ Ġ", "ĠĠ ĠĠ", "Ġ a", "a b", "Ġa b", "b Ġ", "Ċ Ċ", "Ġ Ċ", "Ċ Ġ", ". Ċ", "1 1", "Ġ 1", "! !", "' s", "Ġ !"]
@@ -108,6 +108,16 @@ def test_the_cache_is_bounded_and_keeps_no_long_words() -> None:
         assert 0 < len(encoder._ids) <= 10
         assert all(len(word) <= 64 for word in encoder._ids)
         assert all(len(ids) <= 16 for ids in encoder._ids.values())
+
+
+class _Word(str):
+    def __add__(self, other: str) -> str:
+        raise AssertionError("a million spaces would be copied a million times")
+
+
+def test_a_run_of_spaces_is_copied_once() -> None:
+    words = [_Word(word) for word in ("a", " ", " ", " b", " \n", " ")]
+    assert _joined(words) == ["a", "   b", " \n "]
 
 
 @pytest.mark.model
