@@ -64,7 +64,8 @@ class Frontend:
     async def admit(
         self, spec: RequestSpec, request_id: RequestId, tenant: Tenant, trace_parent: str = ""
     ) -> ValidRequest:
-        """Tokenize and validate. Raises InvalidRequest."""
+        """Tokenize and validate. Raises InvalidRequest, and RateLimited before any of that."""
+        tenant.check_places()
         self.validator.check_model(spec.model)
         token_ids = await self.tokenize(spec.prompt)
         request = self.validator.validate(spec, token_ids, request_id, tenant)

@@ -117,11 +117,20 @@ class Tenant:
         if num_prompts > most:
             raise InvalidRequest(f"prompt holds {num_prompts} prompts, your limit is {most} at a time", param="prompt")
 
+    def check_places(self) -> None:
+        """Whether one more prompt finds a place; ask before the work of reading it as well. Raises RateLimited."""
+        most = self._limits.max_concurrent
+        if most is not None and self.num_running >= most:
+            raise self._refusal(f"concurrent requests: limit {most}", _CONCURRENCY_RETRY_S)
+        if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
+            raise self._refusal(f"waiting requests: limit {self._max_waiting}", _CONCURRENCY_RETRY_S)
+
     @contextmanager
     def running(self, num_prompt_tokens: int) -> Iterator[Lease]:
         """Hold a place while a prompt is answered; its tokens are charged. Raises RateLimited."""
         if self.has_limits:
-            self._check_room(num_prompt_tokens)
+            self.check_places()
+            self._charge(num_prompt_tokens)
         lease = Lease(self)
         try:
             yield lease
@@ -143,18 +152,15 @@ class Tenant:
                 headers[f"x-ratelimit-reset-{kind}"] = duration_text(bucket.reset_s(now_s))
         return headers
 
-    def _check_room(self, num_prompt_tokens: int) -> None:
-        """Raises RateLimited, or charges the prompt."""
-        limits, now_s = self._limits, self._clock()
-        if limits.max_concurrent is not None and self.num_running >= limits.max_concurrent:
-            raise self._refusal(f"concurrent requests: limit {limits.max_concurrent}", _CONCURRENCY_RETRY_S)
-        if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
-            raise self._refusal(f"waiting requests: limit {self._max_waiting}", _CONCURRENCY_RETRY_S)
-        if self._tokens is not None:
-            wait_s = self._tokens.wait_s(num_prompt_tokens, now_s)
-            if wait_s > 0:
-                raise self._refusal(f"tokens: limit {self._tokens.per_minute} per minute", wait_s)
-            self._tokens.take(num_prompt_tokens, now_s)
+    def _charge(self, num_prompt_tokens: int) -> None:
+        """Raises RateLimited when the budget does not hold the prompt."""
+        if self._tokens is None:
+            return
+        now_s = self._clock()
+        wait_s = self._tokens.wait_s(num_prompt_tokens, now_s)
+        if wait_s > 0:
+            raise self._refusal(f"tokens: limit {self._tokens.per_minute} per minute", wait_s)
+        self._tokens.take(num_prompt_tokens, now_s)
 
     def _refusal(self, what: str, wait_s: float) -> RateLimited:
         self._metrics.inc("pdserve_requests", status="refused", error_type=RateLimited.code)

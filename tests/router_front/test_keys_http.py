@@ -205,6 +205,17 @@ async def test_concurrent_requests_are_bounded_and_their_places_come_back(stream
         await in_flight(rig.frontend, 0)
 
 
+async def test_beyond_a_limit_no_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = ScriptedService(lambda request: [accepted(request), Pause()])
+    async with http_rig(service, access=access(key_file(limits={"max_concurrent": 1}))) as rig:
+        running = asyncio.ensure_future(ask(rig, ACME))
+        await in_flight(rig.frontend, 1)
+        monkeypatch.setattr(rig.frontend, "tokenize", lambda prompt: 1 // 0)
+        assert (await ask(rig, ACME)).status_code == 429
+        running.cancel()
+        await in_flight(rig.frontend, 0)
+
+
 @pytest.mark.parametrize("limits", [{"max_concurrent": 2}, {"queue_share": 0.25}])
 async def test_more_prompts_than_may_ever_run_at_a_time_are_no_reason_to_wait(limits: dict[str, float]) -> None:
     service = always(ids("ok"))
