@@ -33,6 +33,7 @@ class Member:
 
     A CHANGING member belongs to the pool that it is on its way to; `before` is what it was, as long as it may still be
     that: also when it was told to end on its way.
+    `refusal` is why it could not change its role, if it was asked and could not.
     `placed_as` is the role that its place was asked for: a change of role does not move it.
     """
 
@@ -44,6 +45,7 @@ class Member:
     deadline_s: float | None
     is_found: bool = False
     before: Identity | None = None
+    refusal: str = ""
 
     @property
     def role(self) -> Role:

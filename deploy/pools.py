@@ -126,7 +126,6 @@ class PoolCore:
 
     def __init__(self, limits: PoolLimits) -> None:
         self._limits = limits
-        self._change_problem = limits.change_problem
         self._pools = {role: Pool() for role in Role}
         self._members: dict[str, Member] = {}
         self._num_births = 0
@@ -138,8 +137,12 @@ class PoolCore:
 
     @property
     def change_problem(self) -> str:
-        """Why workers are started and stopped instead of changing their role; empty = they change."""
-        return self._change_problem
+        """Why workers are started and stopped instead of changing their role; empty = they change.
+
+        While a worker lives that could not, no other is asked: as a rule they are configured alike.
+        """
+        refusals = (member.refusal for member in self._members.values() if member.refusal)
+        return self._limits.change_problem or next(refusals, "")
 
     def desired(self) -> dict[str, int]:
         return {role.value: pool.replicas for role, pool in self._pools.items()}
@@ -210,9 +213,8 @@ class PoolCore:
             member.enter(Phase.READY, now_s)
 
     def _on_refused(self, worker_id: str, reason: str, now_s: float) -> None:
-        """What one worker cannot, no other can: they are configured alike."""
-        self._change_problem = reason
         member = self._members[worker_id]
+        member.refusal = reason
         assert member.before is not None
         self._rename(member, member.before)
         member.before = None
@@ -306,12 +308,12 @@ class PoolCore:
 
     def _changeable(self, role: Role) -> list[Member]:
         """Members that are too many here and can serve the other role."""
-        return [member for member in self._surplus(role) if member.phase is Phase.READY and not self._change_problem]
+        return [member for member in self._surplus(role) if member.phase is Phase.READY and not self.change_problem]
 
     def _num_awaited(self, role: Role) -> int:
         """Members that will change to `role` as soon as they have arrived in the other pool, which has too many."""
         coming = [member for member in self._surplus(role.other) if member.phase is Phase.CHANGING]
-        return min(len(coming), max(0, self._num_missing(role))) if not self._change_problem else 0
+        return min(len(coming), max(0, self._num_missing(role))) if not self.change_problem else 0
 
     def _num_to_start(self, role: Role) -> int:
         return max(0, self._num_missing(role) - self._num_awaited(role))

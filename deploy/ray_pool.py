@@ -76,6 +76,7 @@ class RayPools:
         self._tasks: asyncio.TaskGroup | None = None
         self._kept: dict[str, int] = {}
         self._requested: dict[str, int] = {}
+        self._request_trouble = ""
         self._is_emptying = False
         self._has_begun = asyncio.Event()
 
@@ -143,15 +144,21 @@ class RayPools:
         if self._kept != desired and not self._is_emptying and await store.keep(self._configured, desired):
             self._kept = desired
         needed = self._core.places()
-        if self._requested != needed:
+        if self._requested != needed and await self._request_nodes(needed):
             self._requested = needed
-            await self._request_nodes(needed)
 
-    async def _request_nodes(self, needed: dict[str, int]) -> None:
+    async def _request_nodes(self, needed: dict[str, int]) -> bool:
+        """Whether Ray has heard of it. If not it is asked again, and the trouble told when it is a new one."""
         try:
             await asyncio.to_thread(self._placement.request_nodes, needed)
         except Exception as error:  # Ray's own and gRPC's; actors that wait for a node are a request, too
-            self._report("ray", f"nodes cannot be asked for: {reason_of(error)}")
+            trouble = reason_of(error)
+            if trouble != self._request_trouble:
+                self._report("ray", f"nodes cannot be asked for: {trouble}")
+            self._request_trouble = trouble
+            return False
+        self._request_trouble = ""
+        return True
 
     def _status_json(self) -> dict[str, object]:
         autoscaled = self._autoscaler.status() if self._autoscaler is not None else {}

@@ -102,7 +102,7 @@ def test_where_roles_cannot_change_one_drains_and_another_starts() -> None:
     assert rig.do(sizes(1, 2)) == [StartWorker(DECODE, "decode-1"), DrainWorker("prefill-1", GRACE_S)]
 
 
-def test_a_worker_that_refuses_goes_on_as_it_was_and_nobody_is_asked_again(rig: Rig) -> None:
+def test_a_worker_that_refuses_goes_on_as_it_was_and_nobody_is_asked_while_it_lives(rig: Rig) -> None:
     rig.ready(PREFILL, 2)
     rig.ready(DECODE, 1)
     rig.do(sizes(1, 2))
@@ -112,6 +112,8 @@ def test_a_worker_that_refuses_goes_on_as_it_was_and_nobody_is_asked_again(rig: 
     ]
     assert rig.core.change_problem == "dtype: differs"
     assert rig.status(DECODE).num_crashes == 0
+    rig.do(WorkerEnded("prefill-1", ""))
+    assert rig.core.change_problem == ""
 
 
 def test_a_change_that_takes_too_long_is_killed_and_counts_as_a_crash(rig: Rig) -> None:

@@ -67,6 +67,8 @@ class FakePlacement:
         self._config = config
         self._answer = answer
         self.actors: list[FakeActor] = []
+        self.asked: list[dict[str, int]] = []
+        self.num_deaf = 0  # so many requests for nodes fail
 
     def create(self, role: Role, worker_id: str) -> FakeActor:
         self.actors.append(FakeActor(len(self.actors), self._answer))
@@ -79,7 +81,9 @@ class FakePlacement:
         return []
 
     def request_nodes(self, num_workers: Mapping[str, int]) -> None:
-        return
+        self.asked.append(dict(num_workers))
+        if len(self.asked) <= self.num_deaf:
+            raise ConnectionError("Ray is away")
 
 
 class NoStore:
@@ -87,6 +91,12 @@ class NoStore:
 
     async def announce(self, desired: Mapping[str, int], status: Mapping[str, object]) -> None:
         return None
+
+    async def get_kept(self, configured: Mapping[str, int]) -> None:
+        return None
+
+    async def keep(self, configured: Mapping[str, int], desired: Mapping[str, int]) -> bool:
+        return True
 
 
 class Rig:
@@ -165,3 +175,21 @@ async def test_roles_that_are_configured_too_differently_are_told_at_the_start(m
         rig.pools.resize(1, 2)
         await rig.until_still(1, 2)
         assert len(rig.placement.actors) == 4
+
+
+async def test_nodes_are_asked_for_until_ray_has_heard_and_the_trouble_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deploy.ray_pool.ANNOUNCE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(FakePlacement, "is_lasting", True)
+    async with running(monkeypatch) as rig:
+        rig.placement.asked.clear()
+        rig.placement.num_deaf = 3
+        rig.pools.resize(3, 1)
+
+        async def is_heard() -> bool:
+            return len(rig.placement.asked) > 3
+
+        await until(is_heard)
+        assert rig.placement.asked == [{"prefill": 3, "decode": 1}] * 4
+        assert [what for who, what in rig.reports if who == "ray"] == ["nodes cannot be asked for: Ray is away"]
