@@ -82,6 +82,8 @@ class GuardedProtocol(HttpToolsProtocol):
             raise _Refused
         self._deadline_s = self.loop.time() + limits.BODY_TIMEOUT_S + _BODY_SLACK_S
         super().on_headers_complete()
+        if self.parser.should_upgrade():  # nothing is; what follows is for another protocol, and never answered
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         self._deadline_s = None

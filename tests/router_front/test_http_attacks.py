@@ -117,6 +117,17 @@ async def test_a_body_beside_an_upgrade_is_never_a_request(rig: HttpRig, method:
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
+@pytest.mark.parametrize("follows", [b"", SMUGGLED, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])
+@pytest.mark.parametrize("method", [b"GET", b"CONNECT"])
+async def test_an_answered_upgrade_ends_its_connection_and_what_follows_is_no_request(
+    rig: HttpRig, method: bytes, follows: bytes
+) -> None:
+    head = method + b" /v1/models HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    answer = await everything(rig.port, head + follows)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert b"\r\nconnection: close\r\n" in answer
+
+
 @pytest.mark.parametrize("version", [b"", b" HTTP/0.9", b" HTTP/2.0"])
 async def test_other_versions_are_refused(rig: HttpRig, version: bytes) -> None:
     assert (await everything(rig.port, b"GET /live" + version + b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
