@@ -24,6 +24,8 @@ ADMITTED: Mapping[str, frozenset[Component]] = {
     f"/{_WORKER}/Audit": frozenset({Component.ROUTER, Component.OPERATOR}),
     f"/{_HANDOFF}/Connect": frozenset({Component.PREFILL}),
 }
+# Of the caller's certificate. Its other alternative names (URI, e-mail) may look like a role and mean none.
+_DNS_NAMES = "peer_dns"
 # grpc.aio's handlers and contexts have no types.
 Handler = Any
 Context = Any
@@ -48,7 +50,7 @@ class RoleGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc.aio h
         allowed = self._admitted.get(details.method, frozenset())
 
         async def check(context: Context) -> None:
-            roles = roles_of(context.auth_context().get("x509_subject_alternative_name", ()), self._namespace)
+            roles = roles_of(context.auth_context().get(_DNS_NAMES, ()), self._namespace)
             if not roles & allowed:
                 text = f"{details.method} is for {_names(allowed)}; the certificate of the caller names {_names(roles)}"
                 get_logger().warning("call_refused", method=details.method, roles=sorted(roles), peer=context.peer())
@@ -58,7 +60,7 @@ class RoleGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc.aio h
 
 
 def roles_of(names: Iterable[bytes], namespace: str) -> frozenset[Component]:
-    """The roles that a certificate's alternative names give its holder in a cluster."""
+    """The roles that a certificate's DNS names give its holder in a cluster."""
     found = set(names)
     return frozenset(part for part in Component if certificate_name(part, namespace).encode() in found)
 

@@ -13,6 +13,7 @@ from common.config import TlsSettings
 from common.pb import handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
 from common.tls.admission import ADMITTED, RoleGuard, interceptors, roles_of
 from common.tls.identity import Component, Identity, certificate_name
+from deploy import certs
 from tests.certificates import NAMESPACE, new_certs, tls_settings
 
 _LIMIT_S = 5.0
@@ -194,6 +195,36 @@ async def test_clusters_under_one_ca_stay_apart(mounted: Path, tmp_path: Path) -
     ):
         assert set((await call_all(channel)).values()) == {REFUSED}
     assert calls == []
+
+
+def renamed(mounted: Path, directory: Path, component: str, kind: str) -> TlsSettings:
+    """Certificates of the same CA, where the component's has its name as another kind of alternative name."""
+    directory.mkdir()
+    for name in ("ca.crt", "ca.key"):
+        (directory / name).write_bytes((mounted / name).read_bytes())
+    new_certs(directory)
+    names = (f"{kind}:{certificate_name(component, NAMESPACE)}", "DNS:localhost")
+    certs._make(directory, certs._Wanted(component, names), days=30)
+    return tls_settings(directory)
+
+
+@pytest.mark.parametrize("kind", ["URI", "email"])
+async def test_only_a_dns_name_is_a_role(mounted: Path, tmp_path: Path, kind: str) -> None:
+    """The right text in a field that means something else: neither a caller nor a server is believed."""
+    tls = tls_settings(mounted)
+    async with (
+        serving(tls) as (calls, address),
+        Identity("router", NAMESPACE, renamed(mounted, tmp_path / "caller", "router", kind)).channel(
+            address, "decode"
+        ) as channel,
+    ):
+        assert set((await call_all(channel)).values()) == {REFUSED}
+    async with (
+        serving(renamed(mounted, tmp_path / "server", "decode", kind)) as (more_calls, address),
+        Identity("router", NAMESPACE, tls).channel(address, "decode") as channel,
+    ):
+        assert set((await call_all(channel)).values()) == {"UNAVAILABLE"}
+    assert calls == more_calls == []
 
 
 async def test_new_connections_see_a_replaced_certificate_and_old_ones_go_on(tmp_path: Path) -> None:
