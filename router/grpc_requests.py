@@ -110,10 +110,19 @@ def _sampling(request: pb.GenerateRequest) -> SamplingSpec:
         **{name: _optional_float(sampling, name) for name in _SAMPLING_FLOATS},
         top_k=_optional(sampling, "top_k"),
         seed=_optional(sampling, "seed"),
-        logit_bias={token_id: _shortest(value) for token_id, value in sampling.logit_bias.items()},
+        logit_bias=_logit_bias(sampling),
         allowed_token_ids=tuple(sampling.allowed_token_ids),
         num_logprobs=_optional(request.output, "logprobs"),
     )
+
+
+def _logit_bias(sampling: pb.SamplingParams) -> dict[int, float]:
+    """Counted before it is read: 1 MiB holds 100,000 entries, and nobody is answered while they are read."""
+    bias, param = sampling.logit_bias, API_NAMES["logit_bias"]
+    if len(bias) > limits.MAX_LOGIT_BIAS:
+        message = f"{param} holds {len(bias)} entries, at most {limits.MAX_LOGIT_BIAS} are allowed"
+        raise InvalidRequest(message, param=param)
+    return {token_id: _shortest(value) for token_id, value in bias.items()}
 
 
 def _stop(stop: pb.StopConditions) -> StopSpec:

@@ -8,8 +8,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.pb import generation_pb2 as pb
-from router import limits
-from tests.router_front.grpc_rig import grpc_rig
+from router import grpc_requests, limits
+from tests.router_front.grpc_rig import details_of, grpc_rig
 from tests.router_front.http_rig import ids, in_flight
 from tests.router_front.scripted_service import Pause, ScriptedService, accepted, always
 from tests.waiting import until
@@ -74,3 +74,19 @@ async def test_a_connection_that_never_says_anything_is_closed() -> None:
             while await reader.read(4096):
                 pass  # the server's settings, and then the end
         writer.close()
+
+
+async def test_too_many_biases_are_refused_before_any_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[float] = []
+    monkeypatch.setattr(grpc_requests, "_shortest", lambda value: read.append(value) or value)
+    at_most, too_many = (
+        pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(number), 1.0)))
+        for number in (limits.MAX_LOGIT_BIAS, limits.MAX_LOGIT_BIAS + 1)
+    )
+    async with grpc_rig(always(ids("ok"))) as rig:
+        assert await rig.generate(at_most)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rig.generate(too_many)
+    violations = details_of(caught.value)["BadRequest"].field_violations
+    assert [violation.field for violation in violations] == ["sampling.logit_bias"]
+    assert len(read) == limits.MAX_LOGIT_BIAS
