@@ -4,8 +4,8 @@ Owns the tokenizer's use, the validator and the requests in flight; the service 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import assert_never
 
@@ -15,6 +15,7 @@ from common.telemetry.logs import get_logger
 from router import limits
 from router.generation import Accepted, Failed, Finished, Tokens
 from router.in_flight import Entry, InFlight
+from router.merge import merged
 from router.output import Deltas, RequestOutput, Update
 from router.request_metrics import NullMetrics, RouterMetrics
 from router.request_spec import ChatPrompt, Prompt, RequestSpec, TextPrompt, TokenPrompt
@@ -99,16 +100,30 @@ class Frontend:
             raise InvalidRequest(f"{param} holds ids outside 0 ... {self.model.vocab_size - 1}", param=param)
         return self.tokenizer.decode(token_ids)
 
-    async def run(self, request: ValidRequest) -> AsyncGenerator[Update, None]:
-        """Submit and follow a request to its end. Raises PdserveError; leaving early cancels it."""
+    @asynccontextmanager
+    async def run_all(
+        self, requests: Sequence[ValidRequest]
+    ) -> AsyncIterator[AsyncGenerator[tuple[int, Update], None]]:
+        """The prompts of one call, as `run`, with their indices. All have a place before the first is submitted."""
+        lengths = [len(request.generation.token_ids) for request in requests]
+        with ExitStack() as held:
+            leases = [held.enter_context(lease) for lease in requests[0].tenant.take_places(lengths)]
+            async with aclosing(merged(list(map(self.run, requests, leases)))) as updates:
+                yield updates
+
+    async def run(self, request: ValidRequest, lease: Lease | None = None) -> AsyncGenerator[Update, None]:
+        """Submit and follow a request to its end, in the place that it has or takes one.
+
+        Raises PdserveError; leaving early cancels it.
+        """
         generation, tenant = request.generation, request.tenant
         error = DeadlineExceeded(f"the request did not end within {generation.deadline_s:g} s")
         limit_s = generation.deadline_s + _DEADLINE_SLACK_S
         with (
-            tenant.running(len(generation.token_ids)) as lease,
+            lease or tenant.take_places([len(generation.token_ids)])[0] as place,
             self.in_flight.enter(generation.request_id, tenant.name, limit_s, error) as entry,
         ):
-            async with aclosing(self._follow(request, entry, lease)) as updates:
+            async with aclosing(self._follow(request, entry, place)) as updates:
                 async for update in updates:
                     yield update
 

@@ -3,7 +3,6 @@
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 
 import msgspec
@@ -18,7 +17,6 @@ from router.http_gate import tenant_of
 from router.http_io import REQUEST_ID_HEADER, deadline_of, json_response, read_json, request_id_of
 from router.http_stream import DONE, ClientGone, EventStream, sse_frame, until_disconnected
 from router.json_body import parse_body
-from router.merge import merged
 from router.openai_render import (
     AnyChoice,
     ChatRenderer,
@@ -31,7 +29,7 @@ from router.openai_requests import ChatBody, CompletionBody, GenerationBody
 from router.openai_responses import Answer
 from router.openai_specs import chat_spec, completion_specs
 from router.openai_usage import metrics_of, server_timing, usage_of
-from router.output import Deltas, Summary, Update
+from router.output import Deltas, Summary
 from router.request_spec import RequestSpec
 from router.tenants import Tenant
 from router.text import ChoiceDelta
@@ -97,6 +95,7 @@ class GenerationEndpoints:
         ids = [answer_id if idx == 0 else f"{answer_id}-{idx}" for idx in range(len(specs))]
         trace_parent, tenant = request.headers.get(TRACE_PARENT_HEADER, ""), tenant_of(request)
         tenant.check_prompts(len(specs))
+        tenant.check_places(len(specs))
         requests = [
             await self._frontend.admit(spec, RequestId(prompt_id), tenant, trace_parent)
             for spec, prompt_id in zip(specs, ids, strict=True)
@@ -113,15 +112,12 @@ class GenerationEndpoints:
         except ClientGone:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
-    def _updates(self, job: _Job) -> AsyncGenerator[tuple[int, Update], None]:
-        return merged([self._frontend.run(request) for request in job.requests])
-
     async def _whole(self, job: _Job, request_id: str) -> Response:
         choices = [WholeChoice(index) for index in range(len(job.requests) * job.num_choices)]
         for choice in choices:
             choice.texts.append(job.echo_text(choice.index))
         summaries: list[Summary] = []
-        async with aclosing(self._updates(job)) as updates:
+        async with self._frontend.run_all(job.requests) as updates:
             async for prompt_idx, update in updates:
                 match update:
                     case Accepted():
@@ -152,7 +148,7 @@ class GenerationEndpoints:
     async def _frames(self, job: _Job) -> AsyncGenerator[bytes, None]:
         opened: set[int] = set()
         summaries: list[Summary] = []
-        async with aclosing(self._updates(job)) as updates:
+        async with self._frontend.run_all(job.requests) as updates:
             async for prompt_idx, update in updates:
                 match update:
                     case Accepted():

@@ -6,8 +6,7 @@ request, and with N routers behind one address a tenant can have up to N times i
 
 import hmac
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from common.errors import InvalidApiKey, InvalidRequest, RateLimited
 from common.telemetry.logs import get_logger
@@ -25,13 +24,13 @@ _EVERYBODY = TenantSettings(may_salt=True, min_priority=-100)
 
 
 class Lease:
-    """One prompt being answered; `num_tokens` counts its output."""
+    """The place of one prompt, until `release` or the end of its `with`; `num_tokens` counts its output."""
 
-    __slots__ = ("_is_waiting", "_tenant", "num_tokens")
+    __slots__ = ("_is_held", "_is_waiting", "_tenant", "num_tokens")
 
     def __init__(self, tenant: "Tenant") -> None:
         self._tenant = tenant
-        self._is_waiting = True
+        self._is_held = self._is_waiting = True
         self.num_tokens = 0
         tenant.num_running += 1
         tenant.num_waiting += 1
@@ -43,9 +42,17 @@ class Lease:
             self._tenant.num_waiting -= 1
 
     def release(self) -> None:
-        """The prompt is answered. Once."""
-        self.placed()
-        self._tenant.num_running -= 1
+        """The prompt is answered, or will not be. Idempotent."""
+        if self._is_held:
+            self._is_held = False
+            self.placed()
+            self._tenant.give_back(self)
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
 
 
 class Tenant:
@@ -117,27 +124,26 @@ class Tenant:
         if num_prompts > most:
             raise InvalidRequest(f"prompt holds {num_prompts} prompts, your limit is {most} at a time", param="prompt")
 
-    def check_places(self) -> None:
-        """Whether one more prompt finds a place; ask before the work of reading it as well. Raises RateLimited."""
+    def check_places(self, num_prompts: int = 1) -> None:
+        """Whether so many more find a place; ask before the work of reading them as well. Raises RateLimited."""
         most = self._limits.max_concurrent
-        if most is not None and self.num_running >= most:
+        if most is not None and self.num_running + num_prompts > most:
             raise self._refusal(f"concurrent requests: limit {most}", _CONCURRENCY_RETRY_S)
-        if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
+        if self._max_waiting is not None and self.num_waiting + num_prompts > self._max_waiting:
             raise self._refusal(f"waiting requests: limit {self._max_waiting}", _CONCURRENCY_RETRY_S)
 
-    @contextmanager
-    def running(self, num_prompt_tokens: int) -> Iterator[Lease]:
-        """Hold a place while a prompt is answered; its tokens are charged. Raises RateLimited."""
+    def take_places(self, lengths: Sequence[int]) -> list[Lease]:
+        """A place for each prompt of a call, whose tokens are charged: for all, or RateLimited is raised."""
         if self.has_limits:
-            self.check_places()
-            self._charge(num_prompt_tokens)
-        lease = Lease(self)
-        try:
-            yield lease
-        finally:
-            lease.release()
-            if self._tokens is not None:
-                self._tokens.take(lease.num_tokens, self._clock())
+            self.check_places(len(lengths))
+            self._charge(sum(lengths))
+        return [Lease(self) for _ in lengths]
+
+    def give_back(self, lease: Lease) -> None:
+        """What `Lease.release` calls: the place is free, the output is charged."""
+        self.num_running -= 1
+        if self._tokens is not None:
+            self._tokens.take(lease.num_tokens, self._clock())
 
     def headers(self) -> dict[str, str]:
         """What is left, under the names that OpenAI's clients know."""
@@ -153,7 +159,7 @@ class Tenant:
         return headers
 
     def _charge(self, num_prompt_tokens: int) -> None:
-        """Raises RateLimited when the budget does not hold the prompt."""
+        """Raises RateLimited when the budget does not hold the prompts of a call."""
         if self._tokens is None:
             return
         now_s = self._clock()

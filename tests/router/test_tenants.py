@@ -13,7 +13,7 @@ from deploy.keys import hash_line, new_key
 from router.access import Access, AdminKey
 from router.key_file import InvalidKeyFile, KeyFile, derived_salt, hash_of, parse_key_file
 from router.rate_limit import Bucket, duration_text
-from router.tenants import Tenant, Tenants
+from router.tenants import Lease, Tenant, Tenants
 
 SECRET = "ab" * 32
 KEY = new_key()
@@ -27,6 +27,10 @@ def tenants_of(file: KeyFile, clock: Callable[[], float] = lambda: 0.0) -> Tenan
     tenants = Tenants(16, clock=clock)
     tenants.update(file)
     return tenants
+
+
+def place(tenant: Tenant, num_tokens: int) -> Lease:
+    return tenant.take_places([num_tokens])[0]
 
 
 # ---- the file ---------------------------------------------------------------------------------------
@@ -184,22 +188,22 @@ def test_a_changed_file_changes_limits_and_keeps_what_is_used() -> None:
     tenants = tenants_of(file_of(a={"keys": [line], "limits": {"requests_per_minute": 2, "max_concurrent": 1}}))
     tenant = tenants.of(KEY.encode())
     tenant.count_request()
-    with tenant.running(5):
+    with place(tenant, 5):
         tenants.update(file_of(a={"keys": [line], "limits": {"requests_per_minute": 1, "max_concurrent": 2}}))
         assert tenants.of(KEY.encode()) is tenant
         with pytest.raises(RateLimited, match="limit 1 per minute"):
             tenant.count_request()
-        with tenant.running(5), pytest.raises(RateLimited, match="limit 2"), tenant.running(5):
-            pass
+        with place(tenant, 5), pytest.raises(RateLimited, match="limit 2"):
+            place(tenant, 5)
     assert (tenant.num_running, tenant.num_waiting) == (0, 0)
 
 
 def test_a_refused_prompt_is_not_charged_and_the_log_says_whose_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     tenant = Tenant("a", file_of(a={"limits": {"tokens_per_minute": 100}}).tenants["a"], clock=lambda: 0.0)
-    with tenant.running(80) as lease:
+    with place(tenant, 80) as lease:
         lease.num_tokens = 10
-        with pytest.raises(RateLimited, match="limit 100 per minute"), tenant.running(30):
-            pass
+        with pytest.raises(RateLimited, match="limit 100 per minute"):
+            place(tenant, 30)
     assert tenant.headers()["x-ratelimit-remaining-tokens"] == "10"
     assert "tenant_limited" in (log := capsys.readouterr().out)
     assert "limit 100 per minute" in log
@@ -207,12 +211,42 @@ def test_a_refused_prompt_is_not_charged_and_the_log_says_whose_it_was(capsys: p
 
 def test_a_lease_counts_as_waiting_until_it_is_placed_once() -> None:
     tenant = Tenant("a")
-    with tenant.running(1) as lease, tenant.running(1):
+    with place(tenant, 1) as lease, place(tenant, 1):
         assert tenant.num_waiting == 2
         lease.placed()
         lease.placed()
         assert (tenant.num_waiting, tenant.num_running) == (1, 2)
     assert (tenant.num_waiting, tenant.num_running) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "lengths"),
+    [
+        ({"max_concurrent": 3}, [1, 1, 1]),
+        ({"queue_share": 0.25}, [1, 1, 1, 1]),
+        ({"tokens_per_minute": 100}, [40, 40, 11]),
+    ],
+)
+def test_the_prompts_of_a_call_are_admitted_together_or_not_at_all(limits: dict[str, Any], lengths: list[int]) -> None:
+    tenant = Tenant("a", file_of(a={"limits": limits}).tenants["a"], max_num_queued=16, clock=lambda: 0.0)
+    with place(tenant, 10):
+        before = tenant.headers(), tenant.num_running, tenant.num_waiting
+        with pytest.raises(RateLimited):
+            tenant.take_places(lengths)
+        assert (tenant.headers(), tenant.num_running, tenant.num_waiting) == before
+        leases = tenant.take_places(lengths[1:])
+        assert tenant.num_running == len(lengths)
+        for lease in leases:
+            lease.release()
+            lease.release()
+    assert (tenant.num_waiting, tenant.num_running) == (0, 0)
+
+
+def test_prompts_that_are_together_more_than_the_budget_pass_when_it_is_full() -> None:
+    tenant = Tenant("a", file_of(a={"limits": {"tokens_per_minute": 100}}).tenants["a"], clock=lambda: 0.0)
+    assert len(tenant.take_places([60, 60])) == 2
+    with pytest.raises(RateLimited, match=r"try again in 12\.6s"):
+        tenant.take_places([1])
 
 
 def test_a_tenants_own_salt_stays_within_its_tenant() -> None:

@@ -228,6 +228,20 @@ async def test_more_prompts_than_may_ever_run_at_a_time_are_no_reason_to_wait(li
         assert "retry-after" not in reply.headers
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("limits", [{"max_concurrent": 2}, {"queue_share": 0.25}, {"tokens_per_minute": 60}])
+async def test_of_several_prompts_none_is_begun_unless_all_are_admitted(limits: dict[str, float], stream: bool) -> None:
+    service = ScriptedService(lambda request: [Pause()])
+    async with http_rig(service, access=access(key_file(limits=limits))) as rig:
+        running = asyncio.ensure_future(ask(rig, ACME, prompt=[65] * 20))
+        await in_flight(rig.frontend, 1)
+        refused = await ask(rig, ACME, prompt=[[65] * 30] * 2, stream=stream)
+        assert (refused.status_code, len(service.submitted)) == (429, 1)
+        assert refused.headers.get("x-ratelimit-remaining-tokens", "40") == "40"
+        running.cancel()
+        await in_flight(rig.frontend, 0)
+
+
 async def test_a_tenant_fills_no_more_than_its_share_of_the_queue() -> None:
     are_placed = False
     service = ScriptedService(lambda request: [*([accepted(request)] if are_placed else []), Pause()])
