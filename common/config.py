@@ -117,6 +117,7 @@ class RouterSettings(BaseModel):
     worker_silence_s: float = Field(4.0, gt=0, description="a worker that says nothing for so long is lost")
     pair_grace_s: float = Field(3.0, ge=0, description="how long requests wait when the last fitting worker is gone")
     max_body_bytes: int = Field(1 << 20, ge=1)
+    max_connections: int = Field(4096, ge=1, description="open connections of clients, of each of the two APIs")
     sse_keep_alive_s: float = Field(15.0, gt=0)
     drain_grace_s: float = Field(5.0, ge=0, description="time that running requests get to finish on shutdown")
     otlp_traces_endpoint: str = Field(

@@ -29,6 +29,7 @@ from common.prefix_index.reader import RedisIndexReader
 from common.prefix_index.registry import RedisRegistry
 from common.telemetry.logs import get_logger
 from common.telemetry.metrics import Metrics
+from router.connections import Connections
 from router.front_tls import grpc_credentials, http_context
 from router.frontend import Frontend
 from router.grpc_server import GrpcServer
@@ -111,7 +112,9 @@ async def serve(
         frontend = Frontend(service, tokenizer, model, validator, metrics)
         credentials = grpc_credentials(config.cert_file, config.key_file)
         grpc_address = _address(config.host, config.grpc_port)
-        grpc_server = GrpcServer(frontend, config.max_body_bytes, grpc_address, access, credentials)
+        grpc_server = GrpcServer(
+            frontend, config.max_body_bytes, grpc_address, access, credentials, config.max_connections
+        )
         await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, _SERVER_GRACE_S)
         ports = RouterPorts(listener.getsockname()[1], grpc_server.port)
@@ -129,7 +132,8 @@ async def serve(
         )
         settings = HttpSettings(config.max_body_bytes, config.sse_keep_alive_s)
         tls = http_context(config.cert_file, config.key_file)
-        http_server = HttpServer(build_app(frontend, settings, hooks, access), listener, tls)
+        room = Connections(config.max_connections, metrics)
+        http_server = HttpServer(build_app(frontend, settings, hooks, access), listener, tls, room)
         get_logger().info("router_started", http_port=ports.http, grpc_port=ports.grpc, model=model.name)
         if on_ready is not None:
             on_ready(ports)

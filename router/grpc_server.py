@@ -116,8 +116,9 @@ class GrpcServer:
         address: str,
         access: Access,
         credentials: grpc.ServerCredentials | None = None,
+        max_connections: int | None = None,
     ) -> None:
-        self._server = grpc.aio.server(options=_options(max_request_bytes))
+        self._server = grpc.aio.server(options=_options(max_request_bytes, max_connections))
         gate = GrpcGate(access, frontend.note_refusal)
         servicer = GenerationServicer(frontend, max_request_bytes, gate)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, gate)  # type: ignore[no-untyped-call]
@@ -150,14 +151,19 @@ def _trace_parent(context: Context) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _options(max_request_bytes: int) -> Options:
-    """A stranger's connection gets less than one of our own: fewer streams, less metadata, a time to shake hands in."""
+def _options(max_request_bytes: int, max_connections: int | None) -> Options:
+    """A stranger's connection gets less than one of our own: fewer streams, less metadata, a time to shake hands in.
+
+    gRPC closes a connection beyond `max_connections` (None: as many as come) without a word, and tells us nothing.
+    """
     return [
         *server_options(max_request_bytes * limits.GRPC_HARD_LIMIT_FACTOR),
         ("grpc.max_concurrent_streams", limits.MAX_GRPC_STREAMS),
         ("grpc.max_metadata_size", limits.MAX_HEADER_BYTES),
         ("grpc.absolute_max_metadata_size", limits.MAX_HEADER_BYTES),
         ("grpc.server_handshake_timeout_ms", int(limits.HANDSHAKE_TIMEOUT_S * 1e3)),
+        ("grpc.max_connection_idle_ms", int(limits.KEEP_ALIVE_TIMEOUT_S * 1e3)),
+        *([] if max_connections is None else [("grpc.max_allowed_incoming_connections", max_connections)]),
     ]
 
 

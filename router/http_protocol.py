@@ -13,6 +13,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router import limits
+from router.connections import Connections
 from router.http_stream import CONNECTION_EXTENSION
 from router.http_transport import GatheringTransport
 
@@ -29,6 +30,7 @@ _HEAD_TOO_LARGE = (
     f"the head of a request may have {limits.MAX_HEADER_BYTES} bytes and {limits.MAX_HEADERS} headers",
 )
 _HEAD_TOO_SLOW = (HTTPStatus.REQUEST_TIMEOUT, f"the head did not arrive within {limits.HEADER_TIMEOUT_S:g} s")
+_NO_ROOM = (HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open")
 _Problem = tuple[HTTPStatus, str]
 
 
@@ -39,8 +41,9 @@ class _Refused(Exception):
 class GuardedProtocol(HttpToolsProtocol):
     """Also lets the application see whether its client reads, and cut one that stopped: closing would wait for it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, room: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._room = room
         self._problem: _Problem = _MALFORMED
         self._num_head_bytes = 0
         self._is_in_head = True
@@ -50,8 +53,20 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.transport = GatheringTransport(transport, self.loop)  # type: ignore[assignment]
         self._deadline_s = self.loop.time() + limits.HEADER_TIMEOUT_S
+        if not self._room.opened(self):
+            self._refuse()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._room.closed(self)
+        super().connection_lost(exc)
+
+    def give_way(self) -> None:
+        """For a new connection; this one has no request."""
+        self.transport.give_way()  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
         if not self._is_in_head:
             super().data_received(data)
             return
@@ -81,6 +96,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._problem = problem
             raise _Refused
         self._deadline_s = self.loop.time() + limits.BODY_TIMEOUT_S + _BODY_SLACK_S
+        self._room.begins(self)
         super().on_headers_complete()
         if self.parser.should_upgrade():  # nothing is; what follows is for another protocol, and never answered
             self.cycle.keep_alive = False
@@ -90,12 +106,19 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = True
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._room.waits(self)
+
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls when the parser gives up, in OpenAI's form and with the status that fits."""
         status, message = self._problem
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": _code(status)}
-        body = msgspec.json.encode({"error": error})
+        kind = "server_overloaded" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+        body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": _code(status)}})
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        if status is HTTPStatus.SERVICE_UNAVAILABLE:
+            head += "retry-after: 1\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
 
@@ -111,6 +134,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self.send_400_response("")
         else:
             self.transport.abort()
+
+    def _refuse(self) -> None:
+        if self._room.is_crowded:
+            self.transport.abort()
+        else:
+            self._problem = _NO_ROOM
+            self.send_400_response("")
 
     def _head_problem(self) -> _Problem | None:
         headers = self.headers
@@ -139,4 +169,5 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def _code(status: HTTPStatus) -> str:
-    return {431: "header_too_large", 408: "header_timeout"}.get(status.value, "malformed_request")
+    codes = {431: "header_too_large", 408: "header_timeout", 503: "too_many_connections"}
+    return codes.get(status.value, "malformed_request")

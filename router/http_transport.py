@@ -31,6 +31,14 @@ class GatheringTransport:
         self._written.clear()
         self._transport.abort()
 
+    def give_way(self) -> None:
+        """As `close`; when nothing is left to send, at once: a TLS client is not asked to agree."""
+        self._flush()
+        if self._transport.get_write_buffer_size():
+            self._transport.close()
+        else:
+            self._transport.abort()
+
     def is_closing(self) -> bool:
         return self._transport.is_closing()
 

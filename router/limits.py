@@ -27,8 +27,10 @@ MAX_HEALTH_WATCHERS = 256
 # A refused body is read to its end within these bounds, so that the client gets to see the answer.
 MAX_DISCARDED_BYTES = 64 << 20
 DISCARD_TIMEOUT_S = 0.5
-# Between two requests of a connection. Longer than the idle time of common proxies (Go's is 90 s): the proxy closes
-# first, so no request meets a reset.
+# Connections beyond router.max_connections that get an answer; those that come meanwhile are closed without.
+MAX_REFUSED_CONNECTIONS = 64
+# Between two requests, or calls, of a connection. Longer than the idle time of common proxies (Go's is 90 s): the
+# proxy closes first, so no request meets a reset.
 KEEP_ALIVE_TIMEOUT_S = 120
 # A client that takes nothing from us for this long is gone.
 WRITE_TIMEOUT_S = 15.0

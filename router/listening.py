@@ -10,6 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from router import limits
+from router.connections import Connections
 from router.http_protocol import GuardedProtocol
 
 _BACKLOG = 2048
@@ -40,7 +41,13 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 class HttpServer:
     """uvicorn without its own signal handlers: when to stop is decided by `router.app`."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None = None,
+        room: Connections | None = None,
+    ) -> None:
         self._listener = listener
         config = uvicorn.Config(
             app,
@@ -55,7 +62,7 @@ class HttpServer:
             timeout_graceful_shutdown=1,
             ssl_context_factory=None if tls is None else lambda config, default: tls,
         )
-        self._server = _Server(config)
+        self._server = _Server(config, room or Connections())
 
     @property
     def port(self) -> int:
@@ -90,6 +97,10 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """uvicorn's, with connections of ours."""
 
+    def __init__(self, config: uvicorn.Config, room: Connections) -> None:
+        super().__init__(config)
+        self._room = room
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -111,4 +122,6 @@ class _Server(uvicorn.Server):
         self.started = True
 
     def _new_connection(self) -> GuardedProtocol:
-        return GuardedProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return GuardedProtocol(
+            self._room, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )

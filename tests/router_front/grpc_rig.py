@@ -34,10 +34,15 @@ class GrpcRig:
 
 @asynccontextmanager
 async def grpc_rig(
-    service: ScriptedService, max_request_bytes: int = 1 << 20, access: Access | None = None
+    service: ScriptedService,
+    max_request_bytes: int = 1 << 20,
+    access: Access | None = None,
+    max_connections: int | None = None,
 ) -> AsyncIterator[GrpcRig]:
     frontend = build_frontend(service)
-    server = GrpcServer(frontend, max_request_bytes, "127.0.0.1:0", access or open_access())
+    server = GrpcServer(
+        frontend, max_request_bytes, "127.0.0.1:0", access or open_access(), max_connections=max_connections
+    )
     await server.start()
     address = f"127.0.0.1:{server.port}"
     async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:

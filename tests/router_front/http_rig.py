@@ -15,6 +15,7 @@ from common.ids import WorkerRef
 from common.prefix_index.census import WorkerCensus
 from router.access import Access, AdminKey
 from router.chat_template import ChatTemplate
+from router.connections import Connections
 from router.frontend import Frontend
 from router.http_admin import AdminHooks
 from router.http_generation import HttpSettings
@@ -97,6 +98,7 @@ async def http_rig(
     settings: HttpSettings = SETTINGS,
     model: ServedModel = MODEL,
     access: Access | None = None,
+    room: Connections | None = None,
 ) -> AsyncIterator[HttpRig]:
     frontend = build_frontend(service, model)
     scaled: list[dict[str, int]] = []
@@ -122,7 +124,7 @@ async def http_rig(
     hooks = AdminHooks(
         lambda: exposition, "0.1.0", scale, pool_status, routers, lambda: service.loading, "router-a", census
     )
-    server = HttpServer(build_app(frontend, settings, hooks, access or open_access()), listener)
+    server = HttpServer(build_app(frontend, settings, hooks, access or open_access()), listener, room=room)
     serving = asyncio.ensure_future(server.serve())
     # No TLS here, and reading the certificates of a client's default takes longer than a test.
     async with httpx.AsyncClient(base_url=url, timeout=10, verify=False) as client:

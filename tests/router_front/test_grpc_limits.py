@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from functools import partial
 
 import grpc
 import pytest
@@ -90,3 +91,37 @@ async def test_too_many_biases_are_refused_before_any_is_read(monkeypatch: pytes
     violations = details_of(caught.value)["BadRequest"].field_violations
     assert [violation.field for violation in violations] == ["sampling.logit_bias"]
     assert len(read) == limits.MAX_LOGIT_BIAS
+
+
+async def test_connections_are_bounded_and_their_places_come_back() -> None:
+    own_connection = [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100)]
+    async with grpc_rig(always(ids("ok")), max_connections=2) as rig, contextlib.AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(rig.address, options=own_connection))
+            for _ in range(3)
+        ]
+
+        async def is_served(channel: grpc.aio.Channel) -> bool:
+            request = health_pb2.HealthCheckRequest()
+            try:
+                return await health_pb2_grpc.HealthStub(channel).Check(request) is not None
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+                return False
+
+        assert [await is_served(channel) for channel in channels] == [True, True, False]
+        await channels[0].close()
+        await until(partial(is_served, channels[2]))
+        assert await is_served(channels[1])
+
+
+async def test_a_connection_without_calls_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "KEEP_ALIVE_TIMEOUT_S", 0.1)
+    async with grpc_rig(always(ids("ok"))) as rig:
+        assert await rig.generate(REQUEST)
+
+        async def is_idle() -> bool:
+            return rig.channel.get_state() is grpc.ChannelConnectivity.IDLE
+
+        await until(is_idle)
+        assert await rig.generate(REQUEST)  # over a new one

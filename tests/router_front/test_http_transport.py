@@ -9,6 +9,10 @@ class Recorder(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__({"peername": ("127.0.0.1", 1)})
         self.calls: list[bytes | str] = []
+        self.num_unsent = 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unsent
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.calls.append(bytes(data))
@@ -46,6 +50,15 @@ async def test_closing_sends_what_was_written_first() -> None:
     await asyncio.sleep(0)
     assert recorder.calls == [b"last", "close"]
     assert transport.is_closing()
+
+
+async def test_giving_way_waits_for_nothing_but_what_is_still_to_be_sent() -> None:
+    for num_unsent, ending in ((0, "abort"), (7, "close")):
+        recorder, transport = made()
+        recorder.num_unsent = num_unsent
+        transport.write(b"last")
+        transport.give_way()
+        assert recorder.calls == [b"last", ending]
 
 
 async def test_aborting_sends_nothing_more() -> None:
