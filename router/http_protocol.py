@@ -22,8 +22,8 @@ _SINGLE = (
     *(b"authorization", b"content-encoding", b"content-length", b"content-type", b"expect", b"host"),
     *(b"transfer-encoding", b"x-admin-key", b"x-request-id", b"x-request-timeout-s"),
 )
-# The application answers a slow body by itself; this is for one that goes on after its answer.
-_BODY_SLACK_S = 5.0
+# The application ends slow bodies and streams by itself; this is for what goes on after its answer.
+_SLACK_S = 5.0
 _MALFORMED = (HTTPStatus.BAD_REQUEST, "the request is no valid HTTP")
 _HEAD_TOO_LARGE = (
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
@@ -48,6 +48,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._is_in_head = True
         self._deadline_s: float | None = None
+        self._num_unsent = 0
+        self._unsent_since_s = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -95,7 +97,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if problem is not None:
             self._problem = problem
             raise _Refused
-        self._deadline_s = self.loop.time() + limits.BODY_TIMEOUT_S + _BODY_SLACK_S
+        self._deadline_s = self.loop.time() + limits.BODY_TIMEOUT_S + _SLACK_S
         self._room.begins(self)
         super().on_headers_complete()
         if self.parser.should_upgrade():  # nothing is; what follows is for another protocol, and never answered
@@ -123,9 +125,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def end_if_late(self, now_s: float) -> None:
-        """Call now and then: ends the connection when its client takes too long to say what it wants."""
-        if self._deadline_s is None or now_s < self._deadline_s or self.transport.is_closing():
-            return
+        """Call now and then: ends the connection when its client takes too long to say what it wants, or to take it."""
+        if self._is_stuck(now_s):
+            self.transport.abort()
+        elif self._deadline_s is not None and now_s >= self._deadline_s and not self.transport.is_closing():
+            self._end_late(now_s)
+
+    def _end_late(self, now_s: float) -> None:
         is_answering = self.cycle is not None and not self.cycle.response_complete
         if self.flow.read_paused or (self._is_in_head and is_answering):
             self._deadline_s = now_s + limits.HEADER_TIMEOUT_S  # it waits for us
@@ -134,6 +140,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self.send_400_response("")
         else:
             self.transport.abort()
+
+    def _is_stuck(self, now_s: float) -> bool:
+        """The client has long taken nothing of an answer, or of our goodbye: without this, both wait for ever."""
+        num_unsent = self.transport.num_unsent  # type: ignore[attr-defined]
+        if num_unsent != self._num_unsent or not (num_unsent or self.transport.is_closing()):
+            self._num_unsent, self._unsent_since_s = num_unsent, now_s
+        return bool(now_s - self._unsent_since_s >= limits.WRITE_TIMEOUT_S + _SLACK_S)
 
     def _refuse(self) -> None:
         if self._room.is_crowded:

@@ -15,6 +15,11 @@ class GatheringTransport:
         self._loop = loop
         self._written: list[bytes] = []
 
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that the client, and the kernel for it, have not taken; those of this turn not counted."""
+        return self._transport.get_write_buffer_size()
+
     def write(self, data: bytes) -> None:
         """Send with everything else of this turn, at its end."""
         if not self._written:
@@ -34,7 +39,7 @@ class GatheringTransport:
     def give_way(self) -> None:
         """As `close`; when nothing is left to send, at once: a TLS client is not asked to agree."""
         self._flush()
-        if self._transport.get_write_buffer_size():
+        if self.num_unsent:
             self._transport.close()
         else:
             self._transport.abort()

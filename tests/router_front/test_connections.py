@@ -2,17 +2,21 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from starlette.responses import PlainTextResponse
 
 from common.telemetry.metrics import Metrics
-from router import limits
+from router import http_protocol, limits, listening
 from router.connections import Connections
+from router.listening import HttpServer, bind
 from tests.router_front.http_rig import HttpRig, http_rig, ids, in_flight
 from tests.router_front.raw_http import read_answer
 from tests.router_front.scripted_service import Pause, ScriptedService, accepted, always
+from tests.waiting import until
 
 LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM = b'{"prompt": "x", "stream": true}'
@@ -88,6 +92,27 @@ async def test_beyond_connections_with_requests_there_is_503_and_each_refusal_co
         await in_flight(rig.frontend, 0)
     assert b"pdserve_admission_rejections_total{" in (text := metrics.exposition())
     assert b'reason="connections"' in text and b"} 3.0" in text
+
+
+@pytest.mark.parametrize("requests", [[b""], [b"", b""], [b"Connection: close\r\n"]], ids=["idle", "piped", "closing"])
+async def test_a_client_that_takes_no_answer_is_cut(monkeypatch: pytest.MonkeyPatch, requests: list[bytes]) -> None:
+    monkeypatch.setattr(limits, "WRITE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http_protocol, "_SLACK_S", 0.1)
+    monkeypatch.setattr(listening, "_SWEEP_INTERVAL_S", 0.02)
+    server = HttpServer(PlainTextResponse("x" * (16 << 20)), bind("127.0.0.1", 0, "--http-port"))
+    serving = asyncio.ensure_future(server.serve())
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"".join(b"GET / HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n" for header in requests))
+
+        client.setblocking(False)
+        assert await asyncio.get_running_loop().sock_recv(client, 1) == b"H"  # and no more
+
+        async def is_gone() -> bool:
+            return server.num_connections == 0
+
+        await until(is_gone, limit_s=5)
+    server.stop()
+    await serving
 
 
 class Counted:

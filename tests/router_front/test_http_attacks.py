@@ -34,7 +34,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything that takes seconds takes a tenth of one."""
     monkeypatch.setattr(limits, "HEADER_TIMEOUT_S", 0.1)
     monkeypatch.setattr(limits, "BODY_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(http_protocol, "_BODY_SLACK_S", 0.1)
+    monkeypatch.setattr(http_protocol, "_SLACK_S", 0.1)
     monkeypatch.setattr(listening, "_SWEEP_INTERVAL_S", 0.02)
     yield
 
