@@ -19,7 +19,7 @@ SOURCES = [
 ]
 # A command at the start of a line or argument list, after `exec`, or in backquotes.
 _COMMAND = re.compile(
-    r"(?:^\s*(?:\$ )?|exec |`|-- |/bin/)pdserve ([a-z][a-z-]*(?: show)?)((?: [^\n`]*)?)", re.MULTILINE
+    r"(?:^\s*(?:\$ )?|exec |`|-- |/bin/)pdserve ([a-z][a-z-]*(?: (?:show|new|list))?)((?: [^\n`]*)?)", re.MULTILINE
 )
 # Arguments of a container whose entry point is pdserve.
 _CONTAINER = re.compile(r"(?:args|command): ?(?:\[|\n\s*- )(router|worker)\b((?:[^\]]*?--[\w-]+)*)")

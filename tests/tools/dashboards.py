@@ -88,6 +88,7 @@ OVERVIEW = (
         (
             *quantiles("pdserve_kv_transfer_seconds", legend="whole "),
             *quantiles("pdserve_kv_transfer_exposed_seconds", legend="not hidden "),
+            *quantiles("pdserve_kv_handover_seconds", legend="prompt done to first step "),
         ),
     ),
     Panel(
@@ -170,6 +171,18 @@ WORKERS = (
             ),
         ),
         "Workers that took the other role, their weights kept, in 5 minutes; and how long it took, the drain included.",
+    ),
+    Panel(
+        "Loads and lives given up",
+        "short",
+        (
+            (f"sum by (worker) (increase(pdserve_model_loads_total{{{_WORKER}}}[5m]))", "{{worker}} loaded"),
+            (
+                f"sum by (worker, reason) (increase(pdserve_lives_given_up_total{{{_WORKER}}}[5m]))",
+                "{{worker}} {{reason}}",
+            ),
+        ),
+        "In 5 minutes. A frozen worker begins a new life by itself, a wedged one ends and is replaced.",
     ),
     Panel("KV received", "Bps", ((rate("pdserve_kv_transfer_bytes_sum", "worker", _WORKER), "{{worker}}"),)),
 )
