@@ -337,11 +337,14 @@ async def test_an_endless_body_is_cut(rig: HttpRig) -> None:
             await writer.drain()
 
     sending = asyncio.ensure_future(send_for_ever())
-    status = await asyncio.wait_for(reader.readline(), 10)
+    try:
+        status = await asyncio.wait_for(reader.readline(), 10)
+    except ConnectionResetError:
+        status = b""  # a reset, for what was sent after the answer, may overtake the answer
     with pytest.raises(ConnectionError):
         await asyncio.wait_for(sending, 10)
     writer.close()
-    assert status.startswith(b"HTTP/1.1 413")
+    assert status == b"" or status.startswith(b"HTTP/1.1 413")
 
 
 async def test_a_body_of_exactly_the_limit_is_read(rig: HttpRig) -> None:

@@ -186,7 +186,7 @@ def test_a_pool_is_scaled(tab: Browser, page: Served) -> None:
     tab.script("document.querySelector('#size-decode').value = '5'")
     tab.click(".pool.decode form button")
     tab.wait("return document.querySelector('#toast').textContent.includes('decode pool')")
-    assert page.rig.scaled == [("decode", 5)]
+    assert page.rig.scaled == [{"decode": 5}]
 
 
 def test_a_worker_is_drained_after_a_question(tab: Browser, page: Served) -> None:
