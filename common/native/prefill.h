@@ -29,9 +29,11 @@ struct Prefill {
     float scale;
     std::vector<Run> runs;
     std::vector<int64_t> first_task;  // per run, of its tiles; one more for the end
-    std::vector<uint16_t> packed;
+    uint16_t* packed;
 
-    Prefill(Heads heads, Sequences sequences, float scale) : heads(heads), sequences(sequences), scale(scale) {
+    // `buffer` grows to what is needed, and may hold anything: all that is read of it is packed before.
+    Prefill(Heads heads, Sequences sequences, float scale, std::vector<uint16_t>& buffer)
+        : heads(heads), sequences(sequences), scale(scale) {
         int64_t size = 0;
         first_task.push_back(0);
         for (int64_t seq = 0; seq < sequences.num_seqs; ++seq) {
@@ -41,7 +43,8 @@ struct Prefill {
             size += heads.num_kv_heads * (keys_size(seq_len) + values_size(seq_len));
             first_task.push_back(first_task.back() + heads.num_heads * ((num_new + kTileRows - 1) / kTileRows));
         }
-        packed.resize(size);
+        if (int64_t(buffer.size()) < size) buffer.resize(size);
+        packed = buffer.data();
     }
 
     int64_t num_packs() const { return int64_t(runs.size()) * heads.num_kv_heads; }
@@ -52,7 +55,7 @@ struct Prefill {
     static int64_t even(int64_t size) { return (size + 1) / 2 * 2; }
 
     uint16_t* keys(const Run& run, int64_t kv_head) {
-        return packed.data() + run.packed_at + kv_head * (keys_size(run.seq_len) + values_size(run.seq_len));
+        return packed + run.packed_at + kv_head * (keys_size(run.seq_len) + values_size(run.seq_len));
     }
     uint16_t* values(const Run& run, int64_t kv_head) { return keys(run, kv_head) + keys_size(run.seq_len); }
 

@@ -41,6 +41,7 @@ struct Step {
 // Grows to the largest step.
 struct Workspace {
     std::vector<bfloat16> normed, wide, attended, activated, few_hidden, few_attended;
+    std::vector<uint16_t> packed;  // K and V of the prompts of a layer
     QuantizedRows quantized;
 
     void fit(const Decoder& model, const Step& step) {
@@ -65,7 +66,8 @@ class StepRunner {
     StepRunner(const Decoder& model, const Step& step, Workspace& work, int num_threads)
         : model_(model), step_(step), work_(work), heads_{model.num_heads, model.num_kv_heads, model.head_dim},
           sequences_{step.cu_seqlens, step.seq_lens, step.block_tables, step.table_stride, step.num_seqs},
-          prefill_(heads_, sequences_, model.scale), num_threads_(num_threads), next_task_(model.num_layers) {}
+          prefill_(heads_, sequences_, model.scale, work.packed), num_threads_(num_threads),
+          next_task_(model.num_layers) {}
 
     // Half layers [first, last): 2 n = layer n up to the KV write, 2 n + 1 = the rest of it; the last one gives logits.
     void run(int64_t first, int64_t last) {

@@ -134,6 +134,16 @@ def test_several_rows_of_one_sequence_have_their_logits_in_order(ops: NativeOps,
     assert torch.equal(Side(path, ops).logits(batch, torch.tensor([2, 7])), all_rows[[2, 7]])
 
 
+def test_a_prompt_before_leaves_nothing_to_the_next(ops: NativeOps, path: Path) -> None:
+    """Room for packed K and V is used again: the first prompt is longer, and all of its are no numbers."""
+    short, long = (batch_of(scattered_runs(lens, BLOCK_SIZE, 128), BLOCK_SIZE) for lens in ([(16, 17)], [(90, 47)]))
+    expected = Side(path, ops).logits(short, last_rows(short))
+    before = Side(path, ops)
+    before.cache.data.fill_(float("nan"))
+    assert before.logits(long, last_rows(long)).isnan().all()
+    assert torch.equal(Side(path, ops).logits(short, last_rows(short)), expected)
+
+
 def test_a_token_without_a_slot_is_not_written(ops: NativeOps, path: Path) -> None:
     side = Side(path, ops)
     batch = batch_of([Run(0, 3, (7,))], BLOCK_SIZE)
