@@ -11,6 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +20,7 @@ import grpc
 import httpx
 
 from common.pb import generation_pb2, generation_pb2_grpc
+from tests.chaos.lines import Broken, Line, Lines
 from tests.cluster.load import VOCAB, Case
 from tests.tiny_model import tiny_tokenizer
 
@@ -162,8 +164,7 @@ class Clients:
         self.tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "Clients":
-        limits = httpx.Limits(max_connections=2 * self._at_once + 8, keepalive_expiry=0.5)
-        self._http = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits)
+        self._lines = Lines(REQUEST_TIMEOUT_S)
         self._channel = grpc.aio.insecure_channel(self._grpc_address, options=_CHANNEL_OPTIONS)
         return self
 
@@ -171,7 +172,7 @@ class Clients:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        await self._http.aclose()
+        await self._lines.aclose()
         await self._channel.close()
 
     @property
@@ -197,25 +198,23 @@ class Clients:
         name = next(self._names)
         entry = Entry(name, question, api, time.monotonic(), name if self._rng.random() < self._unshared else "")
         self.entries.append(entry)
-        call = {Api.HTTP_STREAM: self._stream, Api.HTTP_WHOLE: self._whole, Api.GRPC_STREAM: self._grpc}[api]
         try:
             async with asyncio.timeout(leave_after_s):
-                await call(entry)
+                await (self._grpc(entry) if api is Api.GRPC_STREAM else self._over_http(entry))
         except TimeoutError:
             entry.end(Outcome.LEFT)
-        except (httpx.HTTPError, ConnectionError) as error:
-            entry.end(Outcome.CUT, type(error).__name__)
+        except Broken as error:
+            entry.end(Outcome.CUT, str(error))
         return entry
 
     async def ask_slowly(self, question: Question, silent_for_s: float) -> Entry:
         """A stream into a small buffer of which nothing is read for a while."""
         options = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
-        async with httpx.AsyncClient(
-            timeout=REQUEST_TIMEOUT_S, transport=httpx.AsyncHTTPTransport(socket_options=options)
-        ) as http:
+        line = Line(REQUEST_TIMEOUT_S, httpx.AsyncHTTPTransport(socket_options=options))
+        async with aclosing(line):
             entry = Entry(next(self._names), question, Api.HTTP_STREAM, time.monotonic())
             self.entries.append(entry)
-            await self._stream(entry, http, silent_for_s)
+            await self._stream(entry, line, silent_for_s)
             return entry
 
     async def _keep_asking(self) -> None:
@@ -230,27 +229,31 @@ class Clients:
             if self._pause_s or entry.outcome in (Outcome.ERROR, Outcome.CUT):
                 await asyncio.sleep(max(self._pause_s, 0.2 if entry.outcome is not Outcome.RIGHT else 0.0))
 
-    async def _stream(self, entry: Entry, http: httpx.AsyncClient | None = None, silent_for_s: float = 0.0) -> None:
+    async def _over_http(self, entry: Entry) -> None:
+        async with self._lines.one() as line:
+            await (self._stream(entry, line) if entry.api is Api.HTTP_STREAM else self._whole(entry, line))
+
+    async def _stream(self, entry: Entry, line: Line, silent_for_s: float = 0.0) -> None:
         body, headers = _body(entry), {"x-request-id": entry.request_id}
-        async with (http or self._http).stream(
-            "POST", f"{self._url}/v1/completions", json=body, headers=headers
+        async with line.http.stream(
+            "POST", f"{self._url}/v1/completions", json=body, headers=headers, extensions=line.extensions
         ) as reply:
             if reply.status_code != 200:
                 entry.end(Outcome.ERROR, f"{reply.status_code} {_error_type(await reply.aread())}")
                 return
             await asyncio.sleep(silent_for_s)
-            async for line in reply.aiter_lines():
-                if line == "data: [DONE]" and entry.outcome is None:
+            async for text in reply.aiter_lines():
+                if text == "data: [DONE]" and entry.outcome is None:
                     entry.end(Outcome.RIGHT)
-                elif line.startswith("data: "):
-                    _take_chunk(entry, json.loads(line.removeprefix("data: ")))
+                elif text.startswith("data: "):
+                    _take_chunk(entry, json.loads(text.removeprefix("data: ")))
         if entry.outcome is None:
             entry.end(Outcome.CUT, "the stream ended without [DONE]")
 
-    async def _whole(self, entry: Entry) -> None:
-        body = {**_body(entry), "stream": False}
-        reply = await self._http.post(
-            f"{self._url}/v1/completions", json=body, headers={"x-request-id": entry.request_id}
+    async def _whole(self, entry: Entry, line: Line) -> None:
+        body, headers = {**_body(entry), "stream": False}, {"x-request-id": entry.request_id}
+        reply = await line.http.post(
+            f"{self._url}/v1/completions", json=body, headers=headers, extensions=line.extensions
         )
         if reply.status_code != 200:
             entry.end(Outcome.ERROR, f"{reply.status_code} {_error_type(reply.content)}")
