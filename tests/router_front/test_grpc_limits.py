@@ -79,7 +79,12 @@ async def test_a_connection_that_never_says_anything_is_closed() -> None:
 
 async def test_too_many_biases_are_refused_before_any_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[float] = []
-    monkeypatch.setattr(grpc_requests, "_shortest", lambda value: read.append(value) or value)
+
+    def noted(value: float) -> float:
+        read.append(value)
+        return value
+
+    monkeypatch.setattr(grpc_requests, "_shortest", noted)
     at_most, too_many = (
         pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(number), 1.0)))
         for number in (limits.MAX_LOGIT_BIAS, limits.MAX_LOGIT_BIAS + 1)
