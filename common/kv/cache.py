@@ -7,7 +7,7 @@ import torch
 
 from common.kv.fence import Fence, StreamFence
 from common.kv.quantized import is_quantized, row_bytes
-from common.native.huge_pages import advise_huge_pages
+from common.native.pages import advise_huge_pages, give_back_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,14 @@ class KVCache:
     def free(self) -> None:
         """Let go of the memory; none may read or write it any more.
 
-        Given back at once, whoever still holds a view, where torch can; where NumPy shares it, with the last view.
+        Given back at once, whoever still holds a view: an ended role is a web of callbacks that refers to it, and lies
+        about until the collector finds it. (Elsewhere than under Linux, where NumPy shares it, with the last view.)
         """
         storage = self.data.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
+        else:
+            give_back_pages(self.data)
         self.data = torch.empty(0, dtype=self.data.dtype)
         self.layers = ()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from common.native.huge_pages import HugeArena
+from common.native.pages import HugeArena
 from common.native.signature import function
 
 BFLOAT16_BITS = 16

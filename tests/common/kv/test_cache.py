@@ -1,5 +1,8 @@
 """The cache tensor: layout, copies, slots."""
 
+import mmap
+
+import numpy as np
 import pytest
 import torch
 
@@ -48,3 +51,20 @@ def test_a_budget_buys_whole_blocks_and_at_least_one() -> None:
     assert num_blocks_that_fit(10 * block_bytes + 1, SHAPE, 16) == 10
     with pytest.raises(ValueError, match="less than one block of 16 tokens"):
         num_blocks_that_fit(block_bytes - 1, SHAPE, 16)
+
+
+@pytest.mark.parametrize("is_shared_with_numpy", [False, True])
+def test_freed_memory_is_given_back_whoever_still_holds_a_view(is_shared_with_numpy: bool) -> None:
+    """NumPy's views stay readable, and show that the pages below them are new ones."""
+    cache = KVCache(SHAPE, num_blocks=1024, block_size=16)
+    storage = cache.data.untyped_storage()
+    rows = cache.data.view(torch.uint8).flatten()
+    seen = rows.numpy() if is_shared_with_numpy else None
+    rows.fill_(1)
+    cache.free()
+    if seen is None:
+        assert storage.nbytes() == 0
+    else:
+        assert np.count_nonzero(seen) < 2 * mmap.PAGESIZE  # the parts of pages at both ends
+    assert cache.data.nbytes == 0
+    assert cache.layers == ()

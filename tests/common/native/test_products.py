@@ -7,8 +7,8 @@ import torch
 
 from common.checkpoint import CheckpointError
 from common.model.linear import Linear
-from common.native.huge_pages import HugeArena, advise_huge_pages
 from common.native.ops import native_ops
+from common.native.pages import HugeArena, advise_huge_pages
 from common.native.products import NativeProducts
 
 SHAPES = [(1, 2), (15, 64), (48, 576), (49, 34), (96, 130), (100, 1536)]
