@@ -5,7 +5,8 @@ the next one finds them by name. Blocking calls; no decisions here.
 """
 
 import secrets
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ from deploy.worker_env import has_gpu, num_cores, num_threads_per_worker, worker
 RAY_NAMESPACE = "pdserve"
 # An actor that has a place says who it is at once.
 IDENTITY_LIMIT_S = 2.0
+# One that has a place and is silent for so long is frozen.
+FROZEN_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,19 @@ class FoundWorker:
     worker_id: str
     handle: Any
     placed_as: Role
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedActor:
+    """An actor, and the role and worker id that it was made for."""
+
+    placed_as: Role
+    first_id: str
+    handle: Any
+
+
+# What each of the actors serves, as (role, worker id); None for those that are silent for so many seconds.
+Ask = Callable[[Sequence[NamedActor], float], list[tuple[Role, str] | None]]
 
 
 class Placement(Protocol):
@@ -104,18 +120,24 @@ class ClusterPlacement:
     def find(self) -> list[FoundWorker]:
         import ray
 
-        found: dict[str, FoundWorker] = {}
+        found, ended = tell_apart(self._named_actors(), _ask)
+        for actor in ended:
+            ray.kill(actor.handle, no_restart=True)
+        return found
+
+    def _named_actors(self) -> list[NamedActor]:
+        import ray
+
+        actors = []
         for name in sorted(ray.util.list_named_actors()):
             namespace, *rest = name.split("/")
             if namespace != self._config.namespace or len(rest) != 3:
                 continue
             try:
-                handle = ray.get_actor(name)
+                actors.append(NamedActor(Role(rest[0]), rest[1], ray.get_actor(name)))
             except ValueError:  # ended since it was listed
                 continue
-            worker = _found(Role(rest[0]), rest[1], handle)
-            found.setdefault(worker.worker_id, worker)
-        return list(found.values())
+        return actors
 
     def request_nodes(self, num_workers: Mapping[str, int]) -> None:
         """Ask Ray's autoscaler. It remembers the last request of the whole Ray cluster until the next one."""
@@ -125,15 +147,45 @@ class ClusterPlacement:
         request_resources(bundles=bundles)
 
 
-def _found(placed_as: Role, first_id: str, handle: Any) -> FoundWorker:
-    """What the actor serves now; one that does not answer has got no place yet, so it is what it was made for."""
+def tell_apart(actors: Sequence[NamedActor], ask: Ask) -> tuple[list[FoundWorker], list[NamedActor]]:
+    """Every actor under the worker id that is its own, and those that are to be ended, since they have none.
+
+    One that is silent has no place yet, so it is what it was made for. Where that is another's id, it may have changed
+    its role since: it is asked again, for longer, and is frozen if it still says nothing.
+    """
+    said = dict(zip(actors, ask(actors, IDENTITY_LIMIT_S), strict=True))
+    ids = Counter(actor.first_id if answer is None else answer[1] for actor, answer in said.items())
+    unclear = [actor for actor, answer in said.items() if answer is None and ids[actor.first_id] > 1]
+    if unclear:
+        said |= zip(unclear, ask(unclear, FROZEN_S), strict=True)
+    found: dict[str, FoundWorker] = {}
+    ended: list[NamedActor] = []
+    for actor in sorted(actors, key=lambda actor: said[actor] is None):  # who answers comes first
+        role, worker_id = said[actor] or (actor.placed_as, actor.first_id)
+        if worker_id in found:
+            ended.append(actor)
+        else:
+            found[worker_id] = FoundWorker(role, worker_id, actor.handle, actor.placed_as)
+    return list(found.values()), ended
+
+
+def _ask(actors: Sequence[NamedActor], limit_s: float) -> list[tuple[Role, str] | None]:
+    """All at once."""
+    import ray
+
+    asked = [actor.handle.identity.remote() for actor in actors]
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=limit_s) if asked else ([], [])
+    return [_identity(reference) if reference in answered else None for reference in asked]
+
+
+def _identity(reference: Any) -> tuple[Role, str] | None:
     import ray
 
     try:
-        identity = ray.get(handle.identity.remote(), timeout=IDENTITY_LIMIT_S)
-    except Exception:  # Ray's own; what becomes of it is told when it is asked to start
-        return FoundWorker(placed_as, first_id, handle, placed_as)
-    return FoundWorker(Role(identity["role"]), identity["worker_id"], handle, placed_as)
+        identity = ray.get(reference)
+    except Exception:  # Ray's own; what becomes of the actor is told when it is asked to start
+        return None
+    return Role(identity["role"]), identity["worker_id"]
 
 
 def _actor(role: Role, options: Mapping[str, object]) -> Any:
