@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -25,6 +26,10 @@ FLAGS = (
 )  # fmt: skip
 TIMEOUT_S = 120
 MAX_LOGGED = 2000  # characters of what the compiler said; the file has them all
+# What it says when a program that it had started was killed, or found no room: g++ itself then ends as on an error.
+NO_REFUSAL = re.compile(
+    "killed|terminated (by|with) signal|out of memory|allocate memory|exhausted|no space left", re.I
+)
 
 
 def load_library() -> ctypes.CDLL | None:
@@ -88,14 +93,21 @@ def _compile(compiler: str, target: Path) -> None:
             output = getattr(error, "stderr", None) or b""
             reason = f"{error}\n{output.decode(errors='replace')}"
             get_logger().warning("native_compile_failed", compiler=compiler, reason=reason[:MAX_LOGGED])
-            if isinstance(error, subprocess.CalledProcessError) and error.returncode > 0:
-                _failure(target).write_text(reason)  # not what a busy machine did not finish, or what was killed
+            if _is_refusal(error, reason):
+                _failure(target).write_text(reason)
             raise
         os.replace(linked, target)
 
 
+def _is_refusal(error: subprocess.SubprocessError, reason: str) -> bool:
+    """Not what a busy machine did not finish, nor what was killed: that may go well another time."""
+    is_said = isinstance(error, subprocess.CalledProcessError) and error.returncode > 0
+    return is_said and not NO_REFUSAL.search(reason)
+
+
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL, capture_output=True)
+    env = {**os.environ, "LC_ALL": "C"}
+    subprocess.run(command, check=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL, capture_output=True, env=env)
 
 
 def _openmp() -> list[str]:

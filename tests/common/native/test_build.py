@@ -1,5 +1,6 @@
 """Compiling at first use: cached, safe side by side, and harmless where it can't be done."""
 
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,16 +51,41 @@ def test_a_compiler_that_fails_is_heard_once_and_not_asked_again(
     assert build.state_of_library() == (False, f"{tmp_path / 'compiler'} failed, see {kept}")
 
 
-@pytest.mark.parametrize("end", ["exec sleep 60", "kill -9 $$"], ids=["too slow", "killed"])
-def test_a_compiler_that_could_not_finish_is_asked_again(
+NOT_ITS_FAULT = [
+    "kill -9 $$",
+    "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1",
+    "echo 'collect2: fatal error: ld terminated with signal 9 [Killed]' >&2; exit 1",
+    "echo 'cc1plus: out of memory allocating 65536 bytes' >&2; exit 1",
+    "echo '/tmp/cc.s: No space left on device' >&2; exit 1",
+]
+
+
+@pytest.mark.parametrize("end", NOT_ITS_FAULT)
+def test_a_compiler_that_was_killed_or_had_no_room_is_asked_again(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     body = f'[ "$1" = --version ] || {{ echo asked >> {tmp_path}/asked; {end}; }}'
     monkeypatch.setenv("CXX", stub_compiler(tmp_path, body))
-    monkeypatch.setattr(build, "TIMEOUT_S", 1)
     assert build.load_library() is None
     assert build.load_library() is None
     assert (tmp_path / "asked").read_text() == "asked\n" * 2
+    assert list(cache.iterdir()) == []
+
+
+def test_a_compiler_that_a_busy_machine_did_not_finish_is_asked_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def run(*command: str) -> None:
+        asked.append(command[0])
+        subprocess.run(["sleep", "60"], check=True, timeout=0.01)
+
+    monkeypatch.setenv("CXX", stub_compiler(tmp_path, "exit 0"))
+    monkeypatch.setattr(build, "_run", run)
+    assert build.load_library() is None
+    assert build.load_library() is None
+    assert asked == [str(tmp_path / "compiler")] * 2
     assert list(cache.iterdir()) == []
 
 
