@@ -56,7 +56,7 @@ class Roll:
         await self._reports.withdraw(self._me.router_id)
 
     def stop(self) -> None:
-        """Have `run` return. Not by cancelling: asyncio.wait_for in redis-py may swallow that (Python 3.11)."""
+        """Have `run` return, after the round that it is in."""
         self._is_closing.set()
 
     def _report(self) -> RouterReport:

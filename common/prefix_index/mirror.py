@@ -82,7 +82,7 @@ class MirroredIndexReader:
     async def close(self) -> None:
         self._is_closing = True
         while self._task is not None and not self._task.done():
-            self._task.cancel()  # redis-py may swallow one (Python 3.11): again until it ends
+            self._task.cancel()  # a subscription of redis-py may swallow one (Python 3.11): again until it ends
             await asyncio.wait({self._task}, timeout=0.05)
         await self._redis.aclose()
         await self._reader.close()

@@ -111,7 +111,7 @@ class Lease:
             await wait_for_event(self._is_closing, self._lease_s / 3)
 
     def stop(self) -> None:
-        """Have `run` return. Not by cancelling: asyncio.wait_for in redis-py may swallow that (Python 3.11)."""
+        """Have `run` return, after the round that it is in."""
         self._is_closing.set()
 
     async def deregister(self) -> None:

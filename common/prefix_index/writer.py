@@ -96,7 +96,7 @@ class RedisIndexWriter:
                 await asyncio.sleep(LINGER_S)
 
     def stop(self) -> None:
-        """Have `run` return. Not by cancelling: asyncio.wait_for in redis-py may swallow that (Python 3.11)."""
+        """Have `run` return, after the round that it is in."""
         self._is_closing = True
         self._has_news.set()
 

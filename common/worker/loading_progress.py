@@ -68,7 +68,7 @@ async def shown_loading(config: WorkerConfig) -> AsyncIterator[Progress]:
 
 
 async def _tell(reports: LeasedReports, progress: LoadingProgress, worker_id: str, is_done: asyncio.Event) -> None:
-    """Not ended by cancelling: asyncio.wait_for in redis-py may swallow that (Python 3.11)."""
+    """Until it is done; what is being sent then is sent."""
     while not is_done.is_set():
         await reports.announce(worker_id, asdict(progress.report()))
         await wait_for_event(is_done, INTERVAL_S)
