@@ -31,7 +31,8 @@ from deploy.bench.results import Outcome, Summary, percentile, summarize
 from deploy.bench.run import Run
 from tests.bench import vllm_peer
 from tests.bench.peer_model import huggingface_directory
-from tests.cluster.cluster import free_port, running_cluster
+from tests.cluster.cluster import running_cluster
+from tests.ports import free_port
 
 SHAPE = Shape(180, 64)
 # name, requests, per second, connections

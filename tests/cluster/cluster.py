@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import psutil
 from common.tls.identity import Component, Identity
 from deploy.audit import run_audit
 from tests.certificates import tls_settings
+from tests.ports import free_port
 
 START_TIMEOUT_S = 180.0
 IDLE_TIMEOUT_S = 20.0
@@ -148,12 +148,6 @@ def running_cluster(
             raise
         finally:
             _stop(process)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def descendants(pid: int) -> list[psutil.Process]:

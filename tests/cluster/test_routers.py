@@ -3,13 +3,13 @@
 import asyncio
 import os
 import signal
-import socket
 from pathlib import Path
 
 import httpx
 
 from tests.cluster.cluster import Cluster, running_cluster
 from tests.cluster.load import Case, random_cases, run_all, stream, wrong
+from tests.ports import free_port
 
 DISAGGREGATED = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
 
@@ -19,7 +19,7 @@ async def test_two_routers_share_the_workers_and_one_that_is_killed_is_missed_by
 ) -> None:
     """1. `up --routers 2`: status and scale through the second; 2. load on the second, a long stream on the first;
     3. kill -9 the first; 4. the second's answers are exact, the first's blocks come back, and it is started again."""
-    with running_cluster(tiny_model, "--routers", "2", *DISAGGREGATED, ports=following_ports()) as cluster:
+    with running_cluster(tiny_model, "--routers", "2", *DISAGGREGATED, ports=(free_port(1), free_port(1))) as cluster:
         second = Cluster(cluster.process, cluster.http_port + 1, cluster.grpc_port + 1, cluster.log_path)
         routers = await asyncio.to_thread(second_sees_both, second)
         assert {router["http_url"] for router in routers} == {cluster.url, second.url}
@@ -50,22 +50,3 @@ def second_sees_both(second: Cluster) -> list[dict[str, str | int]]:
 
 def until_running(cluster: Cluster) -> None:
     cluster.wait_for(lambda state: state["num_running"], bool)
-
-
-def following_ports() -> tuple[int, int]:
-    """(HTTP, gRPC) such that the next port of each is free, too."""
-    while True:
-        with socket.socket() as first, socket.socket() as second, socket.socket() as third, socket.socket() as fourth:
-            try:
-                http = _bind(first, 0)
-                _bind(second, http + 1)
-                grpc = _bind(third, 0)
-                _bind(fourth, grpc + 1)
-            except (OSError, OverflowError):
-                continue
-            return http, grpc
-
-
-def _bind(probe: socket.socket, port: int) -> int:
-    probe.bind(("127.0.0.1", port))
-    return int(probe.getsockname()[1])

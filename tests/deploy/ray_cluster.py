@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.cluster.cluster import free_port
+from tests.ports import free_port
 
 START_LIMIT_S = 120.0
 _ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}

@@ -15,8 +15,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.cluster.cluster import free_port
 from tests.deploy.ray_cluster import RayCluster, ray_cluster
+from tests.ports import free_port
 from tests.redis_box import RedisBox, binaries, redis_box
 from tests.tiny_model import write_tiny_model
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from deploy.guardian import SESSION_VARIABLE
+from tests.ports import free_port
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.cluster
@@ -37,7 +37,7 @@ class Started:
 
     def __init__(self, model: Path, directory: Path) -> None:
         self.log_path = directory / "up.log"
-        ports = [str(port) for port in _free_ports(2)]
+        ports = [str(free_port()), str(free_port())]
         self.options = ["--model", str(model), "--http-port", ports[0], "--grpc-port", ports[1], "--dtype", "float32"]
         with self.log_path.open("wb") as log:
             self.parent = subprocess.Popen(
@@ -102,7 +102,7 @@ def test_a_worker_that_cannot_start_ends_up_with_its_reason(model: Path, tmp_pat
     """More blocks than memory: the actors fail, and the command says why instead of trying forever."""
     config = tmp_path / "config.yaml"
     config.write_text(f"decode_worker: {{num_blocks: {1 << 40}}}\n")
-    ports = [str(port) for port in _free_ports(2)]
+    ports = [str(free_port()), str(free_port())]
     options = ["--model", str(model), "--http-port", ports[0], "--grpc-port", ports[1], "--config", str(config)]
     result = subprocess.run(
         [sys.executable, "-m", "deploy.cli", "up", *options],
@@ -114,16 +114,6 @@ def test_a_worker_that_cannot_start_ends_up_with_its_reason(model: Path, tmp_pat
     assert result.returncode == 1
     assert "no decode worker gets ready. decode-0:" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def _of_session(session: str) -> list[int]:

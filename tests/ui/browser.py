@@ -3,7 +3,6 @@
 import base64
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -12,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 _START_LIMIT_S = 30.0
@@ -109,7 +110,7 @@ def browser(profile: Path) -> Iterator[Browser]:
     """Start chromedriver and a browser; both are gone afterwards."""
     assert CHROMIUM is not None
     assert CHROMEDRIVER is not None
-    port = _free_port()
+    port = free_port()
     driver = subprocess.Popen(
         [CHROMEDRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -153,9 +154,3 @@ def _until(is_so: Callable[[], object], driver: "subprocess.Popen[bytes]") -> No
         assert driver.poll() is None, "chromedriver ended"
         assert time.monotonic() < deadline_s, "chromedriver does not answer"
         time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

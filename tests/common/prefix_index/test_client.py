@@ -22,6 +22,7 @@ from deploy.process import start_child
 from deploy.redis_server import NAMES_ON_PATH, find_binary
 from tests.certificates import new_certs
 from tests.common.prefix_index.conftest import chain, registration
+from tests.ports import free_port
 from tests.redis_box import RedisBox
 from tests.waiting import until
 
@@ -73,8 +74,6 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, 
     if binary is None or not has_tls(binary):
         pytest.skip(f"no {' or '.join(NAMES_ON_PATH)} with TLS here")
     directory = new_certs(tmp_path_factory.mktemp("redis-tls"))
-    from tests.cluster.cluster import free_port
-
     port = free_port()
     lines = ["bind 127.0.0.1", "port 0", f"tls-port {port}", 'save ""', "requirepass secret", "tls-auth-clients no"]
     lines += [f"tls-cert-file {directory}/front.crt", f"tls-key-file {directory}/front.key"]
