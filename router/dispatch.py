@@ -108,6 +108,7 @@ class Dispatch:
         self._placed(attempt, worker, now_s)
         request.note_decision(decision)
         attempt.decode, attempt.phase = worker.ref, Phase.RESERVING
+        attempt.pairing = worker.info.pairing
         worker.place(attempt.attempt_id, now_s, blocks=self._placement.num_blocks(attempt, worker))
         reserve = Reserve(request.work(attempt, now_s), self._placement.local_max(request))
         self._ledger.emit(SendToWorker(worker.ref, reserve))

@@ -121,6 +121,8 @@ class Placement:
         wanted = request.spec.decode_worker_id
         if wanted and worker.info.ref.worker_id != wanted:
             return "is not the one asked for"
+        if request.pairing not in (None, worker.info.pairing):
+            return "has other weights than those that the answer began with"
         num_missing = len(attempt.token_ids) - attempt.promised(worker.ref)
         if num_missing > self.local_max(request) and not self._partners(request, worker):
             return "has no prefill worker to pair with"

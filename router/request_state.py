@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from common.ids import AttemptId, RequestId, WorkerRef
 from common.messages import FirstTokens, HandoffReport
-from common.request import FinishReason, TokenEvent, Work
+from common.request import FinishReason, PairingInfo, TokenEvent, Work
 from router.events import PrefixKey
 from router.generation import GenerationRequest
 from router.policy import Decision
@@ -95,6 +95,7 @@ class Attempt:
     lookups: set[PrefixKey] = field(default_factory=set)  # not answered yet
     cached_tokens: dict[WorkerRef, int] = field(default_factory=dict)  # what the index promised
     decode: WorkerRef | None = None
+    pairing: PairingInfo | None = None  # of the decode worker
     prefill: WorkerRef | None = None  # of the current try
     prefill_try: int = -1  # -1: none yet
     prefill_lost_s: float = float("-inf")  # when a try was last given up
@@ -137,6 +138,7 @@ class Request:
     num_retries: int = 0
     is_granted: bool = False  # some decode worker has taken it, at some time
     is_accepted: bool = False
+    pairing: PairingInfo | None = None  # of the workers that made what was delivered: others would go on otherwise
     marks: Marks = field(default_factory=Marks)
 
     @property

@@ -14,11 +14,13 @@ from common.messages import (
     TokenBatch,
     TransferFailed,
 )
-from common.request import FinishReason
+from common.request import FinishReason, PairingInfo
 from router.events import DropWorker, EndRequested, NoteRetry, RequestSubmitted
 from router.generation import Finished
 from router.router_limits import RouterLimits
 from tests.router.kit import Driver, lose, ref, request, token, worker_info
+
+OTHER_WEIGHTS = PairingInfo((("dtype", "float32"), ("model", "other")))
 
 # ---- decode worker lost ---------------------------------------------------------------------------------
 
@@ -44,6 +46,28 @@ def test_dead_decode_worker_is_replaced_by_a_replay_of_prompt_and_delivered_toke
     assert driver.token_ids() == [100 + position for position in range(12)]
     assert driver.finished().timings.num_retries == 1
     driver.assert_nothing_left()
+
+
+def test_an_answer_is_gone_on_with_by_the_weights_that_began_it() -> None:
+    """E-06: two kinds of weights serve; what one has begun the other never ends, and waits for, or is told."""
+    driver = Driver("p0", "d0")
+    driver.to_decoding(request("a", max_tokens=12), decode="d0")
+    for worker_id in ("p1", "d1"):
+        driver.connect(worker_info(worker_id, pairing=OTHER_WEIGHTS))
+    lose(driver, "d0")
+    assert driver.take("d1") == []
+    driver.to_decoding(request("b", max_tokens=12), prefill="p1", decode="d1")
+    driver.take()
+    driver.submit(request("c"))
+    assert isinstance(driver.take_one("d1"), Reserve), "what has not begun goes to whoever is there"
+    driver.connect(worker_info("d0", "2"))
+    reserve = driver.take_one("d0")
+    assert isinstance(reserve, Reserve)
+    assert reserve.work.token_ids == (*range(64), 100)
+    lose(driver, "d1")
+    driver.advance(RouterLimits().pair_grace_s + 1.0)
+    assert isinstance(driver.error("b"), NoReadyPair)
+    assert not driver.has_ended("a")
 
 
 def test_choices_of_a_dead_decode_worker_get_an_attempt_each_and_one_retry_is_counted() -> None:
