@@ -15,7 +15,6 @@ from common.messages import Holding, Role
 from common.pb import worker_pb2, worker_pb2_grpc
 from common.tls.identity import Component, Identity
 from common.worker.audit import Audit, audit_to_pb
-from deploy import audit
 from deploy.admin import AdminClient
 from deploy.audit import OVERDUE_S, Finding, ask, lines_of, problems_of, run_audit
 
@@ -73,7 +72,6 @@ def test_json_has_everything(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_one_worker_that_is_wrong_or_away_makes_the_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(audit, "TIMEOUT_S", 0.5)
     with worker(GOOD) as good, worker(replace(GOOD, problems=("block 3 is in 2 states",))) as wrong:
         assert audited(monkeypatch, good, wrong, "127.0.0.1:1") == 1
     printed = capsys.readouterr().out

@@ -81,7 +81,7 @@ class Deployment:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
     def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = httpx.get(f"{self.url}/admin/v1/state", timeout=10).json()
+        state: dict[str, Any] = httpx.get(f"{self.url}/admin/v1/state", timeout=60).json()
         return state
 
     def pids(self, role: str) -> set[int]:

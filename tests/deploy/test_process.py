@@ -15,7 +15,7 @@ from deploy.process import start_child
 from deploy.session import session
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(90)"]
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 # An owner with a child that dies with it, and a grandchild that left its group and would live on.
 OWNER = f"""

@@ -125,7 +125,7 @@ async def running(
     try:
         await rig.until_still(2, 1)
         yield rig
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await rig.pools.empty()
     finally:
         controller.cancel()

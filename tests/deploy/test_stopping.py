@@ -27,10 +27,10 @@ asyncio.run(main())
 async def test_a_signal_stops_and_a_second_one_hurries() -> None:
     with stop_request(os.getppid()) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(stop.wait(), 5)
+        await asyncio.wait_for(stop.wait(), 60)
         assert stop.reason == "SIGTERM"
         os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.wait_for(stop.wait_hurried(), 5)
+        await asyncio.wait_for(stop.wait_hurried(), 60)
         assert stop.reason == "SIGTERM"
 
 

@@ -44,7 +44,7 @@ PREFILL, DECODE = WorkerRef("prefill-0", "aa"), WorkerRef("decode-0", "bb")
 FIRST = (FirstToken(0, SampledToken(7, -0.5, ((7, -0.5), (9, -1.5)))),)
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
 PAIRING = PairingInfo((("dtype", "float32"), ("layers", "4")))
-TEST_TIMEOUT_S = 20.0
+TEST_TIMEOUT_S = 60.0
 
 
 def new_cache(block_size: int, num_tokens: int = 1024, num_layers: int = NUM_LAYERS) -> torch.Tensor:

@@ -16,7 +16,7 @@ from kvtransfer.links.protocol import Link
 from kvtransfer.links.rendezvous import RendezvousStore
 
 HOST = "127.0.0.1"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def plan(port: int, prefix: str, rank: int, timeout_s: float = TIMEOUT_S) -> LinkPlan:

@@ -1,5 +1,6 @@
 """The gloo link against the real thing: order, failure, death of the peer, and what is left behind."""
 
+import asyncio
 import gc
 import signal
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from tests.kvtransfer.link_tools import (
     receive,
     send,
 )
+from tests.waiting import until
 
 LOOPBACK_HEX = {"0100007F", "0000000000000000FFFF00000100007F"}
 
@@ -179,7 +181,7 @@ def test_a_message_longer_than_the_room_ends_the_receiving_process_and_the_sende
 def test_a_frozen_peer_holds_a_closed_link_no_longer_than_its_timeout(store: RendezvousStore) -> None:
     prefix = new_prefix()
     with RemoteEnd(store.port, prefix, 0) as remote:
-        link = build_link(plan(store.port, prefix, 1, timeout_s=1.0))
+        link = build_link(plan(store.port, prefix, 1, timeout_s=3.0))
         remote.await_ready()
         remote.process.send_signal(signal.SIGSTOP)
         pending = send(link, filled(16 << 20, 1))
@@ -221,5 +223,8 @@ def test_fifty_links_leave_no_thread_and_no_descriptor(store: RendezvousStore) -
     threads, fds = num_threads(), num_fds()
     for _ in range(50):
         cycle()
-    assert num_threads() <= threads + 2
-    assert num_fds() <= fds + 2
+
+    async def are_gone() -> bool:  # gloo ends its own a moment later
+        return num_threads() <= threads + 2 and num_fds() <= fds + 2
+
+    asyncio.run(until(are_gone))

@@ -69,7 +69,7 @@ class GrpcWorker:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something about this worker to become true."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()

@@ -64,7 +64,7 @@ async def in_flight(frontend: Frontend, num_requests: int) -> None:
     async def is_so() -> bool:
         return frontend.in_flight.num_requests == num_requests
 
-    await until(is_so, limit_s=5)
+    await until(is_so)
 
 
 @dataclass
@@ -81,7 +81,7 @@ class HttpRig:
     def openai(self) -> Any:
         """An `openai.AsyncOpenAI`; its overloads take no dictionaries, hence Any."""
         if self._openai is None:
-            self._openai = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=10)
+            self._openai = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
         return self._openai
 
     async def close(self) -> None:
@@ -127,7 +127,7 @@ async def http_rig(
     server = HttpServer(build_app(frontend, settings, hooks, access or open_access()), listener, room=room)
     serving = asyncio.ensure_future(server.serve())
     # No TLS here, and reading the certificates of a client's default takes longer than a test.
-    async with httpx.AsyncClient(base_url=url, timeout=10, verify=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60, verify=False) as client:
         rig = HttpRig(url, server.port, frontend, client, scaled, server)
         yield rig
         await rig.close()

@@ -3,7 +3,7 @@
 import asyncio
 
 
-async def exchange(port: int, raw: bytes, limit_s: float = 10.0) -> tuple[int, bytes]:
+async def exchange(port: int, raw: bytes, limit_s: float = 60.0) -> tuple[int, bytes]:
     """Status and body of the first answer to `raw`; status 0 when the connection ends without one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

@@ -1,6 +1,7 @@
 """The bound on open HTTP connections: who goes for whom, and what the last to come is told."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -40,12 +41,12 @@ async def clients(rig: HttpRig, number: int) -> AsyncIterator[list[Client]]:
 
 async def status(client: Client, request: bytes = LIVE) -> int:
     client[1].write(request)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return (await read_answer(client[0]))[0]
 
 
 async def is_ended(client: Client) -> bool:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await client[0].read() == b""
 
 
@@ -105,12 +106,13 @@ async def test_a_client_that_takes_no_answer_is_cut(monkeypatch: pytest.MonkeyPa
         client.sendall(b"".join(b"GET / HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n" for header in requests))
 
         client.setblocking(False)
-        assert await asyncio.get_running_loop().sock_recv(client, 1) == b"H"  # and no more
+        with contextlib.suppress(ConnectionResetError):  # it was cut before this client came to read
+            assert await asyncio.get_running_loop().sock_recv(client, 1) == b"H"  # and no more
 
         async def is_gone() -> bool:
             return server.num_connections == 0
 
-        await until(is_gone, limit_s=5)
+        await until(is_gone)
     server.stop()
     await serving
 

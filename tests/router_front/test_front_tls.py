@@ -31,7 +31,7 @@ def seen_certificate(port: int, ca: Path, name: str | None = "localhost") -> byt
     context = ssl.create_default_context(cafile=str(ca))
     context.check_hostname = name is not None
     with (
-        socket.create_connection(("127.0.0.1", port), timeout=5) as plain,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
         context.wrap_socket(plain, server_hostname=name) as connection,
     ):
         certificate = connection.getpeercert(binary_form=True)
@@ -70,7 +70,7 @@ async def test_a_client_in_the_clear_gets_no_answer(mounted: Path) -> None:
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(SCOPE.encode())
-        assert b"well" not in await asyncio.wait_for(reader.read(), 5)
+        assert b"well" not in await asyncio.wait_for(reader.read(), 60)
         writer.close()
     finally:
         server.stop()
@@ -83,7 +83,7 @@ async def test_a_handshake_that_is_never_made_is_given_up(mounted: Path, monkeyp
     serving = asyncio.create_task(server.serve())
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert await asyncio.wait_for(reader.read(), 60) == b""
         writer.close()
     finally:
         server.stop()
@@ -98,7 +98,7 @@ async def test_grpc_is_served_over_tls_to_clients_without_a_certificate(mounted:
     await server.start()
     trusted = grpc.ssl_channel_credentials((mounted / "ca.crt").read_bytes())
     async with grpc.aio.secure_channel(f"localhost:{port}", trusted) as channel:
-        await asyncio.wait_for(channel.channel_ready(), 5)
+        await asyncio.wait_for(channel.channel_ready(), 60)
     first = await asyncio.to_thread(seen_certificate_h2, port, mounted / "ca.crt")
     new_certs(mounted)
     assert await asyncio.to_thread(seen_certificate_h2, port, mounted / "ca.crt") != first
@@ -109,7 +109,7 @@ def seen_certificate_h2(port: int, ca: Path) -> bytes:
     context = ssl.create_default_context(cafile=str(ca))
     context.set_alpn_protocols(["h2"])
     with (
-        socket.create_connection(("127.0.0.1", port), timeout=5) as plain,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as connection,
     ):
         certificate = connection.getpeercert(binary_form=True)

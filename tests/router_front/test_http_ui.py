@@ -84,7 +84,7 @@ async def test_a_snapshot_says_state_last_minute_and_requests(rig: HttpRig) -> N
 
 
 async def test_watchers_are_bounded_and_their_places_come_back(rig: HttpRig) -> None:
-    async with httpx.AsyncClient(base_url=rig.url, limits=httpx.Limits(max_connections=None)) as client:
+    async with httpx.AsyncClient(base_url=rig.url, limits=httpx.Limits(max_connections=None), timeout=60) as client:
         streams = [
             await client.send(client.build_request("GET", "/admin/v1/events"), stream=True) for _ in range(MAX_WATCHERS)
         ]

@@ -57,7 +57,7 @@ def becomes(check: Callable[[], bool]) -> Awaitable[None]:
     async def is_so() -> bool:
         return check()
 
-    return until(is_so, limit_s=10)
+    return until(is_so)
 
 
 @pytest.fixture(autouse=True)

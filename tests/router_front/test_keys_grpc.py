@@ -35,7 +35,7 @@ async def rig() -> AsyncIterator[GrpcRig]:
 
 async def refusal(rig: GrpcRig, method: str, request: bytes, metadata: Any = ()) -> grpc.aio.AioRpcError:
     """How a call ends that must not succeed; any method, any bytes."""
-    call = rig.channel.unary_stream(method)(request, metadata=metadata, timeout=10)
+    call = rig.channel.unary_stream(method)(request, metadata=metadata, timeout=60)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await anext(aiter(call))
     return caught.value

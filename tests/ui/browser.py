@@ -15,8 +15,8 @@ from typing import Any
 from tests.ports import free_port
 
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
-_START_LIMIT_S = 30.0
-_WAIT_LIMIT_S = 20.0
+_START_LIMIT_S = 60.0
+_WAIT_LIMIT_S = 60.0
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 CHROMEDRIVER = shutil.which("chromedriver")
 TAB, ENTER, SPACE, SHIFT = "\ue004", "\ue007", " ", "\ue008"

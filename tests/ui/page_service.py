@@ -141,7 +141,7 @@ class Served:
         self.url = f"{rig.url}/ui/"
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
 
 @contextmanager
@@ -160,9 +160,9 @@ def served(admin_key: str = "", access: Access | None = None) -> Iterator[Served
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     try:
-        assert is_up.wait(20), "the server does not start"
+        assert is_up.wait(60), "the server does not start"
         yield started[0]
     finally:
         if started:
             started[0]._loop.call_soon_threadsafe(stop.set)
-        thread.join(20)
+        thread.join(60)

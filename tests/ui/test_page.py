@@ -169,7 +169,7 @@ def test_export_saves_a_file(tab: Browser, tmp_path: Path) -> None:
     tab.devtools("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     select(tab, "req-00")
     tab.click(".detail-head button")
-    file, deadline_s = tmp_path / "req-00.trace.json", time.monotonic() + 10
+    file, deadline_s = tmp_path / "req-00.trace.json", time.monotonic() + 60
     while not file.exists() and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert json.loads(file.read_text())["otherData"] == {"request_id": "req-00"}

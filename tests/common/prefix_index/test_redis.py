@@ -200,12 +200,16 @@ async def test_registry_keeps_role_and_address(cluster: Cluster) -> None:
 
 async def test_a_crashed_workers_keys_expire_by_themselves(box: RedisBox, cluster: Cluster) -> None:
     """No deregistration: lease, blocks and number all go, without anybody scanning."""
-    worker = await cluster.worker("p0", lease_s=0.2)
+    worker = await cluster.worker("p0", lease_s=30.0)
     await worker.store(chain("prompt", 5))
     client = box.client()
     keys = Keys(cluster.namespace)
     names = [keys.lease(worker.ref), keys.members(worker.ref), keys.sequence(worker.ref)]
     assert client.exists(*names) == 3
+    left_ms = [client.pttl(name) for name in names]
+    assert all(0 < each <= 30_000 for each in left_ms)
+    for name, each in zip(names, left_ms, strict=True):
+        client.pexpire(name, max(1, each - 30_000))  # as if the lease had gone by
 
     async def are_gone() -> bool:
         return client.exists(*names) == 0

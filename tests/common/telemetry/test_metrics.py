@@ -63,11 +63,11 @@ def test_a_wrong_label_is_refused(metrics: Metrics) -> None:
 def test_a_scrape_over_http_answers_the_exposition(metrics: Metrics) -> None:
     metrics.set("pdserve_requests_waiting", 7)
     endpoint = metrics.serve("127.0.0.1", 0)
-    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=60) as response:
         assert b"vllm:num_requests_waiting" in response.read()
     endpoint.close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", endpoint.port), timeout=5)
+        socket.create_connection(("127.0.0.1", endpoint.port), timeout=60)
 
 
 def test_a_change_of_role_keeps_what_was_counted_and_drops_gauges_of_the_old_role(metrics: Metrics) -> None:

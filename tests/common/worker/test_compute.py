@@ -21,7 +21,7 @@ class FakeRunner:
 
     def run(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> StepResult:
         self.thread_ids.append(threading.get_ident())
-        self.may_end.wait(5)
+        self.may_end.wait(60)
         if layer_hook is not None:
             layer_hook(1)
         if self.error is not None:
@@ -41,7 +41,7 @@ def test_a_step_runs_in_a_thread_of_its_own_and_reports_layers() -> None:
     runner, outcomes, layers = FakeRunner(), Outcomes(), list[int]()
     compute = outcomes.thread(runner)
     compute.submit(StepPlan(7, ()), layers.append)
-    assert outcomes.queue.get(timeout=5) == StepResult(7, (), 0.0)
+    assert outcomes.queue.get(timeout=60) == StepResult(7, (), 0.0)
     assert layers == [1]
     assert threading.get_ident() not in runner.thread_ids
     compute.close()
@@ -51,7 +51,7 @@ def test_an_exception_becomes_a_failure_that_names_only_its_type(capsys: pytest.
     outcomes = Outcomes()
     compute = outcomes.thread(FakeRunner(RuntimeError("CANARY prompt text")))
     compute.submit(StepPlan(8, ()))
-    assert outcomes.queue.get(timeout=5) == (8, "RuntimeError")
+    assert outcomes.queue.get(timeout=60) == (8, "RuntimeError")
     captured = capsys.readouterr()
     assert "CANARY" not in captured.out + captured.err
     compute.close()
@@ -61,10 +61,10 @@ def test_the_thread_survives_a_failed_step() -> None:
     runner, outcomes = FakeRunner(RuntimeError()), Outcomes()
     compute = outcomes.thread(runner)
     compute.submit(StepPlan(1, ()))
-    outcomes.queue.get(timeout=5)
+    outcomes.queue.get(timeout=60)
     runner.error = None
     compute.submit(StepPlan(2, ()))
-    assert outcomes.queue.get(timeout=5) == StepResult(2, (), 0.0)
+    assert outcomes.queue.get(timeout=60) == StepResult(2, (), 0.0)
     compute.close()
 
 
@@ -76,7 +76,7 @@ def test_a_running_step_has_an_age_and_an_idle_thread_has_none() -> None:
     compute.submit(StepPlan(3, ()))
     assert compute.step_age_s > 0.0
     runner.may_end.set()
-    outcomes.queue.get(timeout=5)
+    outcomes.queue.get(timeout=60)
     assert compute.step_age_s == 0.0
     compute.close()
 
@@ -84,7 +84,7 @@ def test_a_running_step_has_an_age_and_an_idle_thread_has_none() -> None:
 def test_a_step_after_the_end_is_refused_by_name() -> None:
     compute = Outcomes().thread(FakeRunner())
     compute.close()
-    assert compute.join(5)
+    assert compute.join(60)
     with pytest.raises(ComputeClosed, match="step 4"):
         compute.submit(StepPlan(4, ()))
     assert compute.step_age_s == 0.0
@@ -98,8 +98,8 @@ def test_closing_waits_for_no_step_and_says_whether_one_still_runs() -> None:
     compute.close()
     assert not compute.join(0.01)
     runner.may_end.set()
-    assert compute.join(5)
-    assert outcomes.queue.get(timeout=5) == StepResult(5, (), 0.0)
+    assert compute.join(60)
+    assert outcomes.queue.get(timeout=60) == StepResult(5, (), 0.0)
 
 
 def test_a_wedged_step_does_not_keep_the_process_from_ending() -> None:
@@ -133,5 +133,5 @@ def test_the_thread_can_be_told_from_the_others_by_its_name() -> None:
 
     compute = ComputeThread(runner, note, lambda step_id, reason: None)
     compute.submit(StepPlan(1, ()))
-    assert done.get(timeout=5) == "compute"
+    assert done.get(timeout=60) == "compute"
     compute.close()

@@ -62,7 +62,7 @@ class Router:
     async def receive(self) -> object:
         while not self._received:
             self.num_reads += 1
-            self._received += worker_messages_from_pb(await asyncio.wait_for(self.call.read(), 5))
+            self._received += worker_messages_from_pb(await asyncio.wait_for(self.call.read(), 60))
         return self._received.pop(0)
 
 
@@ -94,7 +94,7 @@ async def test_messages_pass_in_both_directions() -> None:
     async with serving() as (recorder, channel):
         router = await connected(channel)
         await router.send(Cancel(ATTEMPT))
-        assert await asyncio.wait_for(recorder.messages.get(), 5) == (ROUTER, Cancel(ATTEMPT))
+        assert await asyncio.wait_for(recorder.messages.get(), 60) == (ROUTER, Cancel(ATTEMPT))
         recorder.streams.send(ROUTER, Granted(ATTEMPT, 3, is_local=False))
         assert await router.receive() == Granted(ATTEMPT, 3, is_local=False)
         recorder.streams.broadcast(WorkerStats(num_running=2))
@@ -105,7 +105,7 @@ async def test_a_worker_that_has_closed_its_streams_opens_none() -> None:
     async with serving() as (recorder, channel):
         await connected(channel)
         recorder.streams.close()
-        assert await asyncio.wait_for(recorder.lost.get(), 5) == ROUTER
+        assert await asyncio.wait_for(recorder.lost.get(), 60) == ROUTER
         late = Router(channel)
         await late.send(RouterHello(ROUTER))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -118,7 +118,9 @@ async def test_messages_that_wait_together_travel_together_and_in_order() -> Non
         router = await connected(channel)
         asked = [Cancel(ATTEMPT, (idx,)) for idx in range(MAX_BATCHED)]
         await router.call.write(router_messages_to_pb(asked))
-        assert [await asyncio.wait_for(recorder.messages.get(), 5) for _ in asked] == [(ROUTER, each) for each in asked]
+        assert [await asyncio.wait_for(recorder.messages.get(), 60) for _ in asked] == [
+            (ROUTER, each) for each in asked
+        ]
         answers = [Granted(ATTEMPT, idx, is_local=False) for idx in range(2 * MAX_BATCHED)]
         num_reads = router.num_reads
         for answer in answers:
@@ -134,14 +136,14 @@ async def test_what_is_queued_at_the_end_is_still_sent() -> None:
         recorder.streams.send(ROUTER, WorkerStats(num_running=2))
         recorder.streams.close()
         assert [await router.receive() for _ in range(2)] == [WorkerStats(num_running=1), WorkerStats(num_running=2)]
-        assert await asyncio.wait_for(router.call.read(), 5) is grpc.aio.EOF
+        assert await asyncio.wait_for(router.call.read(), 60) is grpc.aio.EOF
 
 
 async def test_a_router_that_leaves_is_reported_lost_once() -> None:
     async with serving() as (recorder, channel):
         router = await connected(channel)
         router.call.cancel()
-        assert await asyncio.wait_for(recorder.lost.get(), 5) == ROUTER
+        assert await asyncio.wait_for(recorder.lost.get(), 60) == ROUTER
         recorder.streams.send(ROUTER, WorkerStats())
         assert recorder.lost.empty()
 
@@ -160,7 +162,7 @@ async def test_a_second_stream_of_one_router_replaces_the_first() -> None:
     async with serving() as (recorder, channel):
         await connected(channel)
         second = await connected(channel)
-        assert await asyncio.wait_for(recorder.lost.get(), 5) == ROUTER
+        assert await asyncio.wait_for(recorder.lost.get(), 60) == ROUTER
         recorder.streams.send(ROUTER, WorkerStats(num_waiting=9))
         assert await second.receive() == WorkerStats(num_waiting=9)
         assert recorder.lost.empty()
@@ -172,14 +174,14 @@ async def test_a_router_that_does_not_read_is_cut_off(monkeypatch: pytest.Monkey
         await connected(channel)
         for _ in range(5):
             recorder.streams.send(ROUTER, WorkerStats())
-        assert await asyncio.wait_for(recorder.lost.get(), 5) == ROUTER
+        assert await asyncio.wait_for(recorder.lost.get(), 60) == ROUTER
 
 
 async def test_a_worker_says_who_holds_its_blocks() -> None:
     async with serving() as (recorder, channel):
         found = Audit(INFO.ref, INFO.role, PoolStats(8, 1, 2, 3, 2), (Holding(ATTEMPT, "ready", 1, 2.0, 3.0),), ())
         recorder.audit = found
-        answer = await worker_pb2_grpc.WorkerServiceStub(channel).Audit(worker_pb2.AuditRequest(), timeout=5)
+        answer = await worker_pb2_grpc.WorkerServiceStub(channel).Audit(worker_pb2.AuditRequest(), timeout=60)
         assert audit_from_pb(answer) == found
 
 
@@ -217,5 +219,5 @@ async def test_what_was_buffered_in_a_replaced_stream_is_not_heard() -> None:
     assert [response async for response in old] == []
     assert recorder.messages.empty()
     second.say(Cancel(ATTEMPT))
-    assert await asyncio.wait_for(recorder.messages.get(), 5) == (ROUTER, Cancel(ATTEMPT))
+    assert await asyncio.wait_for(recorder.messages.get(), 60) == (ROUTER, Cancel(ATTEMPT))
     await new.aclose()

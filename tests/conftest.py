@@ -1,0 +1,22 @@
+"""What holds for every test."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from common import leased_reports, pools
+from common.prefix_index import census, mirror, registry, writer
+from tests.waiting import LIMIT_S
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_redis_clients() -> Iterator[None]:
+    """A busy machine may keep a test from hearing an answer within the tenths of a second that users are spared from.
+
+    What a client does that waited in vain is tested where it happens at once: on a Redis that has ended, and on a
+    look-up's own budget.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (leased_reports, pools, census, mirror, registry, writer):
+            patch.setattr(module, "TIMEOUT_S", LIMIT_S)
+        yield
