@@ -49,13 +49,13 @@ bench-peers: install
 	@$(BIN)/python -m tests.bench.run --peers
 
 # Faults on real clusters, each proven to have happened; prints the table, writes build/chaos.json. Some ten minutes.
-# ROWS=name,name takes some of them.
+# ROWS=name,name takes some of them. KEEP=1, here and below: keep the result, and draw docs/robustness.md again.
 chaos: install
-	@$(BIN)/python -m tests.chaos --only "$(ROWS)"
+	@$(BIN)/python -m tests.chaos --only "$(ROWS)" $(if $(KEEP),--keep)
 
 # Mixed load for SOAK_SECONDS (600) with a random fault each minute and a quiet end; writes build/soak.json.
 soak: install
-	@$(BIN)/python -m tests.chaos.soak
+	@$(BIN)/python -m tests.chaos.soak $(if $(KEEP),--keep)
 
 lines: install
 	@$(BIN)/python -m tests.tools.lines
@@ -67,4 +67,4 @@ sim: install
 	@PDSERVE_SIM_SEEDS=2000 $(BIN)/python -m pytest -q tests/simkit/test_cluster_simulation.py
 
 explore: install
-	@$(BIN)/python -m tests.simkit.deep_exploration
+	@$(BIN)/python -m tests.simkit.deep_exploration $(if $(KEEP),--keep)

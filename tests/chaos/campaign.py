@@ -1,7 +1,8 @@
 """`python -m tests.chaos.campaign kills|cancels|roll`: one fault many times, under load, on one cluster of 2+2.
 
-Prints what was found and adds it to `build/campaigns.json`, so that a long campaign can be run in pieces: `--seconds`
-ends one early.
+As many as it takes (20 kills of each role, 10,000 requests of which almost half are left, 500 requests while every
+worker is replaced), unless `--count` or `--seconds` say less. Prints what was found and writes `build/campaigns.json`;
+with `--keep` also `tests/chaos/data`, from which `docs/robustness.md` is drawn.
 """
 
 import argparse
@@ -10,19 +11,21 @@ import datetime
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.clients import Api, Clients, Entry, Outcome, count_outcomes, make_questions, mixed_cases, problems
+from tests.chaos.clients import Clients
+from tests.chaos.kept import keep
+from tests.chaos.ledger import Api, Entry, Outcome, count_outcomes, in_words, problems
+from tests.chaos.questions import make_questions, mixed_cases, questions_for_chaos
 from tests.chaos.rig import Rig, Shape, running_rig
-from tests.chaos.run import questions_for_chaos
 from tests.tiny_model import write_tiny_model
+from tests.tools.robustness_doc import DATA
 
 OUTPUT = Path("build/campaigns.json")
 Findings = dict[str, Any]
@@ -47,43 +50,53 @@ async def kills(rig: Rig, model: Path, plan: Plan) -> Findings:
     """kill -9 of workers of both roles by turns, at random moments; every request must end right."""
     rng, seed = random.Random(plan.seed), plan.seed
     deaths: list[Findings] = []
-    async with Clients(rig.cluster.url, rig.cluster.grpc, questions_for_chaos(model, seed), seed=seed) as clients:
+    questions = questions_for_chaos(model, seed)
+    async with Clients(rig.cluster.url, rig.cluster.grpc, questions, at_once=8, seed=seed) as clients:
         clients.start()
         await rig.until(lambda: any(e.outcome is Outcome.RIGHT for e in clients.entries), "a first answer", 60)
         for number in range(plan.count):
             if plan.is_over:
                 break
-            await asyncio.sleep(rng.uniform(0.0, 2.0))
+            await asyncio.sleep(rng.uniform(0.0, 1.0))
             role = plan.roles[number % len(plan.roles)]
             victim = rng.choice(await asyncio.to_thread(rig.workers, role))
             held = sorted({holding.phase for holding in await asyncio.to_thread(rig.holdings, victim)})
             died_s = time.monotonic()
             await rig.kill(victim["pid"])
-            deaths.append({"role": role, "held": held, "died_s": died_s})
+            life = f"{victim['worker_id']}#{victim['incarnation']}"
+            deaths.append({"role": role, "held": held, "life": life, "died_s": died_s})
             _say(f"{number + 1}/{plan.count} {victim['worker_id']} died with {held or 'nothing'}")
             await rig.until_whole()
             deaths[-1]["whole_after_s"] = time.monotonic() - died_s
         await clients.stop()
         for death in deaths:
-            death["pauses_s"] = await _pauses(rig, clients.entries, death.pop("died_s"))
+            death["pauses_s"] = await _pauses(rig, clients.entries, death.pop("died_s"), death.pop("life"))
         return {"deaths": deaths, **_requests(clients.entries)}
 
 
-async def _pauses(rig: Rig, entries: Sequence[Entry], died_s: float) -> list[float]:
-    """From a death to the next token of each request that had to be placed again."""
+async def _pauses(rig: Rig, entries: Sequence[Entry], died_s: float, life: str) -> list[float]:
+    """From a worker's death to the next token of each stream that had to be placed again for it."""
     gaps = []
     for entry in entries:
-        gap = entry.gap_after(died_s) if entry.was_running(died_s) else None
-        if gap is not None and await asyncio.to_thread(rig.num_retries, entry.request_id):
+        gap = entry.gap_after(died_s) if entry.api is not Api.HTTP_WHOLE and entry.was_running(died_s) else None
+        if gap is not None and lost_with(await asyncio.to_thread(rig.record, entry.answer_id), life):
             gaps.append(round(gap, 3))
     return gaps
+
+
+def lost_with(record: Mapping[str, Any], life: str) -> bool:
+    """Whether a request was placed on that life of a worker, and then again."""
+    if life.startswith("decode"):
+        return life in [attempt["decode_worker"] for attempt in record.get("attempts", ())][:-1]
+    chosen = [each["chosen"] for each in record.get("decisions", ()) if each["role"] == "prefill" and each["chosen"]]
+    return life.partition("#")[0] in chosen[:-1]
 
 
 async def cancels(rig: Rig, model: Path, plan: Plan) -> Findings:
     """Short requests, of whose clients almost half leave at random moments; at the end nothing may be held."""
     questions = make_questions(model, mixed_cases(60, plan.seed, longest_prompt=64, longest_output=16))
     async with Clients(
-        rig.cluster.url, rig.cluster.grpc, questions, at_once=16, seed=plan.seed, leaving=0.45, leaving_within_s=0.15
+        rig.cluster.url, rig.cluster.grpc, questions, at_once=16, seed=plan.seed, leaving=0.45
     ) as clients:
         clients.start(plan.count)
         while any(not task.done() for task in clients.tasks) and not plan.is_over:
@@ -134,18 +147,15 @@ def summary(name: str, findings: Findings) -> str:
     for role in ("prefill", "decode"):
         deaths = [death for death in findings.get("deaths", ()) if death["role"] == role]
         pauses = [pause for death in deaths for pause in death["pauses_s"]]
-        if pauses:
-            middle, most = statistics.median(pauses), max(pauses)
-            lines.append(
-                f"{len(deaths)} {role} deaths, {len(pauses)} requests placed again: next token after "
-                f"{middle:.2f} s in the median, {most:.2f} s at most"
-            )
+        if deaths:
+            lines.append(f"{len(deaths)} {role} deaths, {len(pauses)} requests placed again{in_words(pauses)}")
     lines += [f"{key}: {findings[key]}" for key in ("blocks_leaked", "replaced", "longest_wait_s") if key in findings]
     return "\n  ".join([*lines, *findings["problems"]])
 
 
 Campaign = Callable[[Rig, Path, Plan], Awaitable[Findings]]
 CAMPAIGNS: dict[str, Campaign] = {"kills": kills, "cancels": cancels, "roll": roll}
+COUNTS = {"kills": 40, "cancels": 10_000, "roll": 500}
 
 
 def run(name: str, plan: Plan) -> Findings:
@@ -159,24 +169,29 @@ def run(name: str, plan: Plan) -> Findings:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.campaign", description=__doc__)
     parser.add_argument("name", choices=CAMPAIGNS)
-    parser.add_argument("--count", type=int, default=20, help="kills, or requests")
+    parser.add_argument("--count", type=int, help="kills of both roles together, or requests")
+    parser.add_argument("--keep", action="store_true", help="keep the result, and draw docs/robustness.md again")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=3600.0, help="no longer than this")
     parser.add_argument("--roles", default="prefill,decode")
     options = parser.parse_args(arguments)
-    plan = Plan(options.count, options.seconds, options.seed, tuple(options.roles.split(",")))
+    plan = Plan(options.count or COUNTS[options.name], options.seconds, options.seed, tuple(options.roles.split(",")))
     findings = run(options.name, plan)
-    _add_to_output(options.name, {"seed": options.seed, **findings})
+    _write(OUTPUT, options.name, {"seed": options.seed, **findings})
     print(summary(options.name, findings))
+    if options.keep:
+        keep(OUTPUT)
     return 1 if findings["problems"] or findings.get("blocks_leaked") or findings.get("holdings") else 0
 
 
-def _add_to_output(name: str, findings: Findings) -> None:
-    OUTPUT.parent.mkdir(exist_ok=True)
-    runs = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else []
+def _write(path: Path, name: str, findings: Findings) -> None:
+    """The last run of each campaign; of those that were not run here, the kept one."""
+    path.parent.mkdir(exist_ok=True)
+    kept = DATA / path.name
+    runs = json.loads((path if path.exists() else kept).read_text())
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    runs.append({"campaign": name, "date": date, "processors": os.cpu_count(), **findings})
-    OUTPUT.write_text(json.dumps(runs, indent=1) + "\n")
+    run = {"campaign": name, "date": date, "processors": os.cpu_count(), **findings}
+    path.write_text(json.dumps([each for each in runs if each["campaign"] != name] + [run], indent=1) + "\n")
 
 
 def _say(text: str) -> None:

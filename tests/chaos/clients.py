@@ -1,30 +1,25 @@
-"""Clients under whom faults are made: both APIs, streaming or not, every answer compared with one process.
-
-Owns the ledger: one entry per request, with the time of every token, so that pauses and errors can be told apart.
-"""
+"""Clients under whom faults are made: both APIs, streaming or not, every answer compared with one process."""
 
 import asyncio
 import itertools
 import json
 import random
 import socket
+import statistics
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from enum import StrEnum
-from pathlib import Path
 
 import grpc
 import httpx
 
 from common.pb import generation_pb2, generation_pb2_grpc
+from tests.chaos.ledger import Api, Entry, Leave, Left, Outcome, Question
 from tests.chaos.lines import Broken, Line, Lines
-from tests.cluster.load import VOCAB, Case
-from tests.tiny_model import tiny_tokenizer
 
 REQUEST_TIMEOUT_S = 120.0
+SHORTEST_STAY_S = 0.02  # a request needs as long to be sent at all
 # A client that comes back at once when the router does; `min` is what one attempt to connect may take.
 _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -33,102 +28,36 @@ _CHANNEL_OPTIONS = [
 ]
 
 
-class Api(StrEnum):
-    HTTP_STREAM = "HTTP stream"
-    HTTP_WHOLE = "HTTP"
-    GRPC_STREAM = "gRPC stream"
+class Pace:
+    """How fast answers have been lately: says when a client must go that wants to be gone before the end.
 
-
-class Outcome(StrEnum):
-    RIGHT = "right"  # exactly the reference's tokens and text
-    WRONG = "wrong"  # a success that differs from it, or tokens before an error that do
-    ERROR = "error"  # an explicit error
-    CUT = "cut"  # the connection broke
-    LEFT = "left"  # the client went, as planned; what it had was right
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A request, and what the reference answers."""
-
-    case: Case
-    expected: tuple[int, ...]
-
-    @property
-    def text(self) -> str:
-        decoded: str = tiny_tokenizer().decode(list(self.expected), skip_special_tokens=True)
-        return decoded
-
-
-@dataclass(slots=True)
-class Entry:
-    """One request as its client saw it. Times are of the monotonic clock."""
-
-    request_id: str
-    question: Question
-    api: Api
-    started_s: float
-    cache_salt: str = ""  # nobody else's: the prompt has to be computed and shipped
-    tokens: list[int] = field(default_factory=list)
-    token_times_s: list[float] = field(default_factory=list)
-    text: str = ""
-    outcome: Outcome | None = None
-    detail: str = ""
-    ended_s: float = 0.0
-
-    def add(self, token_ids: Sequence[int], text: str) -> None:
-        self.tokens += token_ids
-        self.text += text
-        self.token_times_s += [time.monotonic()] * len(token_ids)
-
-    def end(self, outcome: Outcome, detail: str = "") -> None:
-        """`outcome` as the transport had it; the content decides whether it is worse."""
-        expected = self.question.expected[: len(self.tokens)]
-        if outcome is Outcome.RIGHT:
-            expected = self.question.expected
-            # The bytes of a character that the last token leaves incomplete are not shown.
-            if self.text.rstrip("\ufffd") != self.question.text.rstrip("\ufffd"):
-                outcome, detail = Outcome.WRONG, f"text {self.text!r}, expected {self.question.text!r}"
-        if tuple(self.tokens) != tuple(expected):
-            outcome, detail = Outcome.WRONG, f"{self.tokens}, expected {list(expected)} ({detail})"
-        self.outcome, self.detail, self.ended_s = outcome, detail, time.monotonic()
-
-    def was_running(self, at_s: float) -> bool:
-        return self.started_s <= at_s and (self.outcome is None or self.ended_s > at_s)
-
-    def gap_after(self, at_s: float) -> float | None:
-        """From `at_s` to the next token; None when none came."""
-        return next((token_s - at_s for token_s in self.token_times_s if token_s > at_s), None)
-
-    def longest_wait_s(self, since_s: float = 0.0) -> float:
-        """The longest wait for a token, the first included, that ended after `since_s`; a whole answer is one wait."""
-        if self.api is Api.HTTP_WHOLE:
-            return self.ended_s - self.started_s if self.ended_s > since_s else 0.0
-        pairs = itertools.pairwise([self.started_s, *self.token_times_s])
-        return max((later - earlier for earlier, later in pairs if later > since_s), default=0.0)
-
-
-def make_questions(model: Path, cases: Iterable[Case]) -> list[Question]:
-    """Asks the reference; some milliseconds per token."""
-    return [Question(case, tuple(case.expected(model)[0])) for case in cases]
-
-
-def mixed_cases(count: int, seed: int, *, longest_prompt: int = 200, longest_output: int = 120) -> list[Case]:
-    """Prompts of which half begin like another one; short and long answers.
-
-    A prompt ends in a whole character, else the first bytes of the answer could complete it.
+    A stream tells how far it is, and is left in its first two thirds: a client on a busy machine reads behind. A whole
+    answer tells nothing: its client goes by the quickest of the last ones. One stream in four is left before its
+    first token.
     """
-    rng = random.Random(seed)
-    last = tiny_tokenizer().encode("a", add_special_tokens=False).ids
-    prefixes = [rng.choices(VOCAB, k=longest_prompt // 2) for _ in range(max(1, count // 8))]
-    cases = []
-    for idx in range(count):
-        shared = rng.choice(prefixes) if idx % 2 else []
-        own = rng.choices(VOCAB, k=rng.randint(1, max(1, longest_prompt - len(shared))))
-        temperature = rng.choice((0.0, 1.0))
-        num_tokens = rng.randint(max(1, longest_output // 4), longest_output)
-        cases.append(Case((*shared, *own, *last), rng.randrange(1 << 40), temperature, num_tokens))
-    return cases
+
+    def __init__(self) -> None:
+        self._first_s: deque[float] = deque(maxlen=20)
+        self._whole_s_per_token: deque[float] = deque(maxlen=20)
+
+    def note(self, entry: Entry) -> None:
+        if entry.outcome is not Outcome.RIGHT:
+            return
+        if entry.api is Api.HTTP_WHOLE:
+            self._whole_s_per_token.append((entry.ended_s - entry.started_s) / len(entry.tokens))
+        else:
+            self._first_s.append(entry.token_times_s[0] - entry.started_s)
+
+    def leave(self, rng: random.Random, question: Question, api: Api) -> Leave:
+        """A random moment before the end."""
+        num_tokens = len(question.expected)
+        if api is Api.HTTP_WHOLE:
+            whole_s = min(self._whole_s_per_token, default=0.0) * num_tokens
+            return Leave(num_tokens, max(SHORTEST_STAY_S, rng.uniform(0.1, 0.9) * whole_s))
+        if rng.random() < 0.25:
+            usual_s = statistics.median(self._first_s) if self._first_s else 0.0
+            return Leave(1, max(SHORTEST_STAY_S, rng.uniform(0.2, 1.0) * usual_s))
+        return Leave(rng.randint(1, max(1, num_tokens * 2 // 3)))
 
 
 class Clients:
@@ -146,7 +75,6 @@ class Clients:
         at_once: int = 6,
         seed: int = 0,
         leaving: float = 0.0,
-        leaving_within_s: float = 0.4,
         unshared: float = 0.7,
         pause_s: float = 0.0,
     ) -> None:
@@ -154,7 +82,8 @@ class Clients:
         self._url, self._grpc_address = url, grpc_address
         self.questions = questions
         self._at_once = at_once
-        self._leaving, self._leaving_within_s = leaving, leaving_within_s
+        self._leaving, self._leaving_due = leaving, 0.0
+        self._pace = Pace()
         self._unshared = unshared
         self._pause_s = pause_s
         self._rng = random.Random(seed)
@@ -193,15 +122,18 @@ class Clients:
         await asyncio.gather(*self.tasks)
         self.tasks = []
 
-    async def ask(self, question: Question, api: Api, leave_after_s: float | None = None) -> Entry:
+    async def ask(self, question: Question, api: Api, *, is_leaving: bool = False) -> Entry:
         """One request to its end, whatever that is."""
         name = next(self._names)
-        entry = Entry(name, question, api, time.monotonic(), name if self._rng.random() < self._unshared else "")
+        salt = name if self._rng.random() < self._unshared else ""
+        leave = self._pace.leave(self._rng, question, api) if is_leaving else None
+        entry = Entry(name, question, api, time.monotonic(), salt, leave, name if api is Api.GRPC_STREAM else "")
         self.entries.append(entry)
         try:
-            async with asyncio.timeout(leave_after_s):
+            async with asyncio.timeout(leave.after_s if leave is not None else None):
                 await (self._grpc(entry) if api is Api.GRPC_STREAM else self._over_http(entry))
-        except TimeoutError:
+            self._pace.note(entry)
+        except (TimeoutError, Left):
             entry.end(Outcome.LEFT)
         except Broken as error:
             entry.end(Outcome.CUT, str(error))
@@ -222,10 +154,10 @@ class Clients:
             if self._num_left is not None:
                 self._num_left -= 1
             question, api = self._rng.choice(self.questions), self._rng.choice(list(Api))
-            is_leaving = self._rng.random() < self._leaving
-            entry = await self.ask(
-                question, api, self._rng.uniform(0.0, self._leaving_within_s) if is_leaving else None
-            )
+            self._leaving_due += self._leaving
+            is_leaving = self._leaving_due >= 1.0
+            self._leaving_due -= is_leaving
+            entry = await self.ask(question, api, is_leaving=is_leaving)
             if self._pause_s or entry.outcome in (Outcome.ERROR, Outcome.CUT):
                 await asyncio.sleep(max(self._pause_s, 0.2 if entry.outcome is not Outcome.RIGHT else 0.0))
 
@@ -258,7 +190,8 @@ class Clients:
         if reply.status_code != 200:
             entry.end(Outcome.ERROR, f"{reply.status_code} {_error_type(reply.content)}")
             return
-        choice = reply.json()["choices"][0]
+        answer = reply.json()
+        entry.answer_id, choice = answer["id"], answer["choices"][0]
         entry.add(choice["token_ids"], choice["text"])
         entry.end(Outcome.RIGHT)
 
@@ -290,8 +223,9 @@ def _take_chunk(entry: Entry, chunk: dict[str, object]) -> None:
         assert isinstance(error, dict)
         entry.end(Outcome.ERROR, f"{error.get('type')}: {error.get('message')}")
         return
-    choices = chunk["choices"]
-    assert isinstance(choices, list)
+    choices, answer_id = chunk["choices"], chunk["id"]
+    assert isinstance(choices, list) and isinstance(answer_id, str)
+    entry.answer_id = answer_id
     for choice in choices:
         entry.add(choice.get("token_ids") or [], choice.get("text") or "")
 
@@ -314,13 +248,3 @@ def _grpc_request(entry: Entry) -> generation_pb2.GenerateRequest:
         stop=generation_pb2.StopConditions(max_tokens=case.max_tokens, ignore_eos=True),
         stream=True,
     )
-
-
-def count_outcomes(entries: Iterable[Entry]) -> Counter[str]:
-    return Counter(str(entry.outcome) for entry in entries)
-
-
-def problems(entries: Iterable[Entry]) -> list[str]:
-    """What is neither right nor planned, one line each."""
-    fine = (Outcome.RIGHT, Outcome.LEFT)
-    return [f"{e.request_id} {e.api} {e.outcome}: {e.detail[:300]}" for e in entries if e.outcome not in fine]

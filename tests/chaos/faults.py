@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Sequence
 
 import psutil
@@ -153,5 +154,32 @@ def signal_router(number: signal.Signals) -> Act:
         os.kill(process.pid, number)
         await rig.until(lambda: is_gone(process), "end of the router", 15)
         return f"{number.name}, router pid {process.pid} is gone"
+
+    return act
+
+
+def signal_router_amid_prefill(number: signal.Signals, within_s: float) -> Act:
+    """End the router while a prefill worker computes for it: the workers must drop all that it had asked for."""
+
+    async def act(scene: Scene) -> str:
+        rig = scene.rig
+        workers = await asyncio.to_thread(rig.workers)
+        process = psutil.Process(rig.router_pid())
+        await rig.catch("prefill", PREFILLING)
+        scene.begins()
+        os.kill(process.pid, number)
+        await rig.until(lambda: is_gone(process), "end of the router", 15)
+        gone_s = time.monotonic()
+        phases = (*PREFILLING, *TRANSFERRING, *RESERVED, *DECODING)
+        before = {holding.attempt_id for worker in workers for holding in rig.holdings(worker)}
+
+        def held() -> bool:
+            now = {each.attempt_id for worker in workers for each in rig.holdings(worker) if each.phase in phases}
+            return bool(before & now)
+
+        await rig.until(lambda: not held(), "workers that hold nothing of a dead router")
+        took_s = time.monotonic() - gone_s
+        assert took_s < within_s, f"workers held blocks of a dead router for {took_s:.1f} s"
+        return f"{number.name}, router pid {process.pid} is gone; its blocks were free {took_s:.1f} s later"
 
     return act

@@ -1,12 +1,13 @@
 """Faults of connections: dropped, one-way, slow, reset. By the kernel, on the connections that are in use."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 from tests.chaos import sockets
 from tests.chaos.faults import DECODING, PREFILLING, TRANSFERRING
-from tests.chaos.rig import Act, Scene, Void
+from tests.chaos.rig import Act, Rig, Scene, Void, Worker
 
 
 def drop_link(link: str, for_s: float) -> Act:
@@ -94,6 +95,51 @@ def slow_link(bytes_per_s: int, for_s: float) -> Act:
         return f"{len(ends)} connection ends limited to {bytes_per_s} B/s for {for_s:g} s"
 
     return act
+
+
+def deafen_rendezvous(for_s: float) -> Act:
+    """Nobody gets through to the store where the two ends of a link find each other.
+
+    Pairs that stand do not need it: nothing is retried. Then the links of one decode worker break, and cannot be made
+    again before the store hears.
+    """
+
+    async def act(scene: Scene) -> str:
+        rig = scene.rig
+        decode = (await asyncio.to_thread(rig.workers, "decode"))[0]
+        prefills = await asyncio.to_thread(rig.workers, "prefill")
+        await rig.until(lambda: all(_num_links(rig, each, decode) for each in prefills), "links to all prefill workers")
+        with rig.rendezvous(decode) as stores:
+            if not stores:
+                raise Void("no store that listens")
+            scene.begins()
+            with sockets.deaf(stores):
+                failures = _failures(rig)
+                await asyncio.sleep(for_s)
+                assert _failures(rig) == failures, "a pair that stood needed the store"
+                for prefill in prefills:
+                    with rig.kv_links(prefill, decode) as ends:
+                        sockets.reset(ends)
+                await rig.until(lambda: _failures(rig) > failures, "a transfer that met a broken link")
+                await asyncio.sleep(for_s)
+                num_made = sum(_num_links(rig, each, decode) for each in prefills)
+                if num_made:
+                    raise Void(f"{num_made} ends of links were made without the store")
+            scene.lifted()
+        await rig.until(lambda: any(_num_links(rig, each, decode) for each in prefills), "a new link", 10)
+        took_s = time.monotonic() - scene.lifted_s
+        return f"{decode['worker_id']}: store deaf for {2 * for_s:g} s, a link was made {took_s:.1f} s later"
+
+    return act
+
+
+def _num_links(rig: Rig, prefill: Worker, decode: Worker) -> int:
+    with rig.kv_links(prefill, decode) as ends:
+        return len(ends)
+
+
+def _failures(rig: Rig) -> float:
+    return rig.counter("pdserve_request_retries_total")
 
 
 def _retransmits(ends: Sequence[sockets.Connection]) -> int:

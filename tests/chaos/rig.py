@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from common.messages import Holding
 from common.tls.identity import Component, Identity
 from deploy.audit import ask
 from tests.chaos import sockets
+from tests.chaos.instruments import Instruments, instruments
 from tests.cluster.cluster import Cluster, descendants, running_cluster
 
 Worker = dict[str, Any]
@@ -40,12 +41,13 @@ class Void(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A cluster that rows share: pools, and what differs from `CONFIG`."""
+    """A cluster that rows share: pools, what differs from `CONFIG`, and whether its processes take orders."""
 
     prefill: int = 2
     decode: int = 2
     config: tuple[tuple[str, str, Any], ...] = ()
     options: tuple[str, ...] = ()
+    is_instrumented: bool = False
 
     def merged(self) -> dict[str, Any]:
         merged = {section: dict(values) for section, values in CONFIG.items()}
@@ -61,6 +63,8 @@ class Rig:
 
     cluster: Cluster
     shape: Shape
+    model: Path
+    instruments: Instruments | None = None
     stopped: set[int] = field(default_factory=set)
 
     @property
@@ -75,6 +79,13 @@ class Rig:
 
     def redis_pid(self) -> int:
         return self._pid_of("redis-server", "valkey-server")
+
+    def up_pid(self) -> int:
+        """Of `pdserve up`, which manages the pools."""
+        return self.cluster.process.pid
+
+    def ray_control_pid(self) -> int:
+        return self._pid_of("gcs_server")
 
     def router_config(self) -> dict[str, Any]:
         """The file that the router was started with; it has the URL of Redis."""
@@ -98,6 +109,11 @@ class Rig:
 
     def workers(self, role: str | None = None) -> list[Worker]:
         return sorted(self.cluster.workers(role), key=lambda worker: str(worker["worker_id"]))
+
+    async def order(self, pid: int, plant: str, **arguments: object) -> Any:
+        """Have a process of an instrumented cluster do something to itself."""
+        assert self.instruments is not None, "the row needs an instrumented shape"
+        return await asyncio.to_thread(self.instruments.order, pid, plant, **arguments)
 
     # ---- when ------------------------------------------------------------------------------------------
 
@@ -171,6 +187,11 @@ class Rig:
         servers = sockets.listening_ports(prefill["pid"]) | sockets.listening_ports(decode["pid"])
         return sockets.connections_between(prefill["pid"], decode["pid"], servers - own - {port_of(decode)})
 
+    def rendezvous(self, decode: Worker) -> Any:
+        """The socket on which a decode worker's store takes connections; only it talks to itself there."""
+        own = {remote for _, _, remote in sockets.open_ports(decode["pid"])} & sockets.listening_ports(decode["pid"])
+        return sockets.listeners(decode["pid"], own - {port_of(decode)})
+
     # ---- signals ---------------------------------------------------------------------------------------
 
     async def kill(self, pid: int) -> str:
@@ -207,10 +228,11 @@ class Rig:
                 total += float(line.rpartition(" ")[2])
         return total
 
-    def num_retries(self, request_id: str) -> int:
-        """Of an ended request that the router still remembers; 0 when it does not."""
-        reply = httpx.get(f"{self.cluster.url}/admin/v1/requests/{request_id}", timeout=10)
-        return int(reply.json()["num_retries"]) if reply.status_code == 200 else 0
+    def record(self, answer_id: str) -> dict[str, Any]:
+        """What the router remembers of an ended request; nothing when it does not."""
+        reply = httpx.get(f"{self.cluster.url}/admin/v1/requests/{answer_id}", timeout=10)
+        found: dict[str, Any] = reply.json() if reply.status_code == 200 else {}
+        return found
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -227,11 +249,13 @@ def port_of(worker: Worker) -> int:
 
 @contextmanager
 def running_rig(model: Path, shape: Shape) -> Iterator[Rig]:
-    """Start the cluster; whoever is still frozen at the end is let go, so that all can stop."""
-    with running_cluster(
-        model, *shape.options, prefill=shape.prefill, decode=shape.decode, config=shape.merged()
-    ) as cluster:
-        yield Rig(cluster, shape)
+    """Start the cluster, and stop it."""
+    with ExitStack() as stack:
+        inside = stack.enter_context(instruments()) if shape.is_instrumented else None
+        with inside.in_environment() if inside is not None else nullcontext():
+            pools = {"prefill": shape.prefill, "decode": shape.decode}
+            cluster = stack.enter_context(running_cluster(model, *shape.options, **pools, config=shape.merged()))
+        yield Rig(cluster, shape, model, inside)
 
 
 Act = Callable[["Scene"], Awaitable[str]]

@@ -1,7 +1,6 @@
 """The fault list, as data: a row of the fault matrix, what is done, how it is proven, and what must come of it."""
 
 import signal
-from dataclasses import dataclass, field
 
 from tests.chaos.faults import (
     DECODING,
@@ -32,32 +31,11 @@ from tests.chaos.outer_faults import (
     slow_readers,
     wipe_redis,
 )
-from tests.chaos.rig import Act, Shape
-
-TWO_AND_TWO = Shape(2, 2)
-NOTHING: frozenset[str] = frozenset()
-ENDED_CLEANLY = frozenset({"error", "cut"})  # what a client may see when the router itself goes
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """`allowed`: outcomes besides the right answer. `is_short`: part of the selection that CI runs."""
-
-    name: str
-    number: int  # of the fault matrix
-    component: str
-    fault: str
-    moment: str
-    expected: str
-    proof: str
-    act: Act = field(repr=False)
-    shape: Shape = TWO_AND_TWO
-    allowed: frozenset[str] = NOTHING
-    is_short: bool = False
-
+from tests.chaos.planted_rows import PLANTED_ROWS
+from tests.chaos.rig import Shape
+from tests.chaos.row import ENDED_CLEANLY, UNNOTICED, Row
 
 ROUTER_GONE = "clients get an error or a broken connection; a new router serves; every block is free"
-UNNOTICED = "every answer is right"
 
 ROWS: tuple[Row, ...] = (
     Row(
@@ -353,6 +331,7 @@ ROWS: tuple[Row, ...] = (
         "processor time of the hogs",
         hogs(2, 8.0),
     ),
+    *PLANTED_ROWS,
 )
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.chaos.clients import Api, Clients, Outcome, Question, count_outcomes, make_questions, mixed_cases, problems
+from tests.chaos.clients import Clients
+from tests.chaos.ledger import Api, Outcome, Question, count_outcomes, problems
 from tests.chaos.rig import Rig, Scene, Void, running_rig
-from tests.chaos.rows import Row
+from tests.chaos.row import Row
 
 ACT_LIMIT_S = 120.0
 HEAL_REQUESTS = 20
-NUM_QUESTIONS = 40
 Report = Callable[[str], None]
 
 
@@ -36,13 +36,8 @@ class Result:
         return asdict(self)
 
 
-def questions_for_chaos(model: Path, seed: int) -> list[Question]:
-    return make_questions(model, mixed_cases(NUM_QUESTIONS, seed, longest_prompt=900, longest_output=160))
-
-
-def run_rows(model: Path, rows: Sequence[Row], seed: int, report: Report) -> Iterator[Result]:
+def run_rows(model: Path, questions: Sequence[Question], rows: Sequence[Row], report: Report) -> Iterator[Result]:
     """Rows of one shape share a cluster, until one of them fails."""
-    questions = questions_for_chaos(model, seed)
     for _, same in itertools.groupby(sorted(rows, key=lambda row: repr(row.shape)), key=lambda row: row.shape):
         left = list(same)
         while left:

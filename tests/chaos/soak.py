@@ -1,10 +1,13 @@
 """`python -m tests.chaos.soak`: mixed load for `SOAK_SECONDS` (600), a random fault each minute, the end quiet.
 
-Two in three requests stream; HTTP and gRPC; shared prefixes; three clients in ten leave at random moments. At the end:
-no wrong text, no error outside the time in which a router was down, no block held, and processes that need no more
-descriptors, threads and memory than before the first fault. Prints a report, writes `build/soak.json`.
+Two in three requests stream; HTTP and gRPC; shared prefixes; three clients in ten leave at random moments before the
+end of their answers, and fewer than a quarter of all is a failure. At the end: no wrong text, no error outside the
+time in which a router was down, no block held, and processes that need no more descriptors, threads and memory than
+before the first fault. Prints a report, writes `build/soak.json`; with `--keep` also to `tests/chaos/data`, from which
+`docs/robustness.md` is drawn.
 """
 
+import argparse
 import asyncio
 import datetime
 import json
@@ -13,20 +16,29 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.clients import Clients, Entry, Outcome, count_outcomes, make_questions, mixed_cases
+import httpx
+
+from common.errors import RequestCancelled
+from tests.chaos.clients import Clients
 from tests.chaos.footprint import Footprint, Sampler, growth, mean
+from tests.chaos.kept import keep
+from tests.chaos.ledger import Entry, Outcome, count_outcomes
+from tests.chaos.questions import make_questions, mixed_cases
 from tests.chaos.rig import Rig, Scene, Shape, Void, running_rig
-from tests.chaos.rows import ROWS, Row
+from tests.chaos.row import Row
+from tests.chaos.rows import ROWS
 from tests.tiny_model import write_tiny_model
 
 OUTPUT = Path("build/soak.json")
 FAULT_EVERY_S = 60.0
 QUIET_SHARE, MAX_QUIET_S = 0.25, 120.0
+LEAVING, FEWEST_LEFT = 0.3, 0.25
 # A pool of a size that fills up early: pages of the KV cache that are touched for the first time are no leak.
 SHAPE = Shape(2, 2, (("prefill_worker", "num_blocks", 1500), ("decode_worker", "num_blocks", 1500)))
 # Faults of a router are told to its clients; the others must not be noticed.
@@ -60,6 +72,13 @@ class Soak:
     before: list[Footprint] = field(default_factory=list)
     after: list[Footprint] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
+    num_seen_leaving: int = 0  # by the routers
+
+    @property
+    def left_share(self) -> float:
+        """Of the clients that were answered, or left before: how many did leave."""
+        counts = count_outcomes(self.entries)
+        return counts[Outcome.LEFT] / max(1, counts[Outcome.LEFT] + counts[Outcome.RIGHT])
 
     def problems(self) -> list[str]:
         """Every way in which the promise was broken."""
@@ -67,6 +86,8 @@ class Soak:
             f"{e.request_id} {e.api} {e.outcome}: {e.detail[:200]}" for e in self.entries if self._is_bad(e)
         ]
         found += growth(mean(self.before), mean(self.after))
+        if self.left_share < FEWEST_LEFT:
+            found.append(f"only {self.left_share:.0%} of the clients left before their answer was complete")
         if not any(entry.outcome is Outcome.RIGHT for entry in self.entries[-50:]):
             found.append("nothing was answered at the end")
         return found
@@ -89,6 +110,9 @@ class Soak:
             "seconds": self.seconds,
             "num_requests": len(self.entries),
             "outcomes": dict(count_outcomes(self.entries)),
+            "left_share": round(self.left_share, 3),
+            "seen_leaving_by_routers": self.num_seen_leaving,
+            "left_before_first_token": sum(e.outcome is Outcome.LEFT and not e.tokens for e in self.entries),
             "tokens": sum(len(entry.tokens) for entry in self.entries),
             "first_token_median_s": round(first_tokens[len(first_tokens) // 2], 3) if first_tokens else None,
             "longest_wait_s": round(max((entry.longest_wait_s() for entry in ended), default=0.0), 3),
@@ -105,12 +129,13 @@ class Soak:
 async def soak(rig: Rig, model: Path, seconds: float, seed: int) -> Soak:
     """Warm-up and first footprint, faults, quiet and second footprint."""
     run, rng = Soak(seed, seconds), random.Random(seed)
-    questions = make_questions(model, mixed_cases(48, seed, longest_prompt=500, longest_output=100))
+    questions = make_questions(model, mixed_cases(48, seed, longest_prompt=500, longest_output=240))
     end_s = run.started_s + seconds
     quiet_from_s = end_s - min(MAX_QUIET_S, QUIET_SHARE * seconds)
-    async with Clients(
-        rig.cluster.url, rig.cluster.grpc, questions, seed=seed, leaving=0.3, leaving_within_s=1.0, unshared=0.5
-    ) as clients:
+    async with (
+        Clients(rig.cluster.url, rig.cluster.grpc, questions, seed=seed, leaving=LEAVING, unshared=0.5) as clients,
+        _counting_departures(run, rig),
+    ):
         run.entries = clients.entries
         clients.start()
         await asyncio.sleep(min(FAULT_EVERY_S, QUIET_SHARE * seconds) / 2)  # caches fill, threads start
@@ -120,6 +145,29 @@ async def soak(rig: Rig, model: Path, seconds: float, seed: int) -> Soak:
         run.after = await Sampler(rig).over(max(10.0, end_s - time.monotonic()))
         await clients.stop()
     return run
+
+
+@asynccontextmanager
+async def _counting_departures(run: Soak, rig: Rig) -> AsyncIterator[None]:
+    """Adds up what each router has counted; what one counts in its last second before it is killed is missing."""
+
+    async def look() -> None:
+        last = 0.0
+        while True:
+            with suppress(httpx.HTTPError):
+                name = "pdserve_requests_total"
+                seen = await asyncio.to_thread(rig.counter, name, status="failed", error_type=RequestCancelled.code)
+                run.num_seen_leaving += int(seen - last if seen >= last else seen)
+                last = seen
+            await asyncio.sleep(1.0)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield
+        await asyncio.sleep(2.0)
+    finally:
+        looking.cancel()
+        await asyncio.wait([looking])
 
 
 async def _make_faults(run: Soak, rig: Rig, clients: Clients, rng: random.Random, until_s: float) -> None:
@@ -149,7 +197,10 @@ async def _make_fault(run: Soak, rig: Rig, clients: Clients, row: Row) -> None:
 
 def report(run: Soak) -> str:
     found = run.as_dict()
-    lines = [f"soak of {run.seconds:g} s: {found['num_requests']} requests, {found['outcomes']}"]
+    lines = [
+        f"soak of {run.seconds:g} s: {found['num_requests']} requests, {found['outcomes']}, {run.left_share:.0%} left; "
+        f"the routers saw {run.num_seen_leaving} leave"
+    ]
     lines += [f"  {fault['at_s']:6.1f} s {fault['name']}: {fault['proof']}" for fault in found["faults"]]
     lines += [f"  void: {text}" for text in run.void]
     lines += [f"  {when}: {found[when]}" for when in ("before", "after")]
@@ -157,6 +208,9 @@ def report(run: Soak) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
+    parser.add_argument("--keep", action="store_true", help="keep the result, and draw docs/robustness.md again")
+    options = parser.parse_args(arguments)
     seconds = float(os.environ.get("SOAK_SECONDS", "600"))
     seed = int(os.environ.get("SOAK_SEED", str(random.randrange(1 << 16))))
     _say(f"seed {seed}")
@@ -167,6 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     OUTPUT.parent.mkdir(exist_ok=True)
     OUTPUT.write_text(json.dumps(run.as_dict(), indent=1) + "\n")
     print(report(run))
+    if options.keep:
+        keep(OUTPUT)
     return 1 if run.problems() else 0
 
 

@@ -100,19 +100,41 @@ def connections_between(pid: int, peer: int, server_ports: set[int] | None = Non
 
 
 @contextlib.contextmanager
+def listeners(pid: int, ports: set[int]) -> Iterator[list[socket.socket]]:
+    """The sockets of another process that listen on these ports. What is done to one is not done to connections."""
+    with contextlib.ExitStack() as stack:
+        handle = os.pidfd_open(pid)
+        stack.callback(os.close, handle)
+        found = []
+        for each in psutil.Process(pid).net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr.port in ports:
+                ours = _libc.syscall(_PIDFD_GETFD, handle, each.fd, 0)
+                if ours >= 0:
+                    found.append(stack.enter_context(socket.socket(fileno=ours)))
+        yield found
+
+
+@contextlib.contextmanager
 def black_hole(ends: Sequence[Connection]) -> Iterator[None]:
     """Nothing that arrives at these ends is seen by TCP until the block is left."""
+    with deaf([end.socket for end in ends]):
+        yield
+
+
+@contextlib.contextmanager
+def deaf(held: Sequence[socket.socket]) -> Iterator[None]:
+    """The same for sockets; one that listens hears of nobody who wants to connect."""
     code = struct.pack("HBBI", *_DROP_ALL)
-    held = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack("HxxxxxxP", 1, ctypes.addressof(held))
-    for end in ends:
-        end.socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HxxxxxxP", 1, ctypes.addressof(buffer))
+    for each in held:
+        each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
     try:
         yield
     finally:
-        for end in ends:
+        for each in held:
             with contextlib.suppress(OSError):  # its owner gave up meanwhile
-                end.socket.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+                each.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
 @contextlib.contextmanager

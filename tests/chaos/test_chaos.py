@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import sockets
+from tests.chaos.questions import questions_for_chaos
 from tests.chaos.rows import ROWS
 from tests.chaos.run import run_rows
 from tests.tiny_model import write_tiny_model
@@ -18,7 +19,7 @@ SHORT = tuple(row for row in ROWS if row.is_short)
 def test_the_short_selection_is_as_promised(tmp_path: Path) -> None:
     """Load, fault, proof that it happened, right answers, recovery, healing, books: for each row."""
     model = write_tiny_model(tmp_path / "tiny")
-    results = list(run_rows(model, SHORT, seed=0, report=print))
+    results = list(run_rows(model, questions_for_chaos(model, seed=0), SHORT, report=print))
     assert [(result.name, result.verdict, result.problems) for result in results] == [
         (result.name, "as promised", []) for result in results
     ]

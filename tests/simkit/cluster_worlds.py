@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simkit.cluster_world import ClusterWorld
-from tests.simkit.explorer import Exploration, explore
+from tests.simkit.explorer import Exploration, Progress, explore
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +15,8 @@ class Setting:
     shape: dict[str, Any] = field(default_factory=dict)
     max_states: int | None = None
 
-    def explore(self, max_states: int | None = None) -> Exploration:
-        return explore(ClusterWorld(self.faults, **self.shape), max_states or self.max_states or 10**9)
+    def explore(self, max_states: int | None = None, *progress: Progress) -> Exploration:
+        return explore(ClusterWorld(self.faults, **self.shape), max_states or self.max_states or 10**9, *progress)
 
 
 _ONE_CHUNK = {"chunk_tokens": 2}

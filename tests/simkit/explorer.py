@@ -74,15 +74,22 @@ class Exploration:
             raise Violation(_story("no way to an end without another fault", self.path(stuck)))
 
 
-def explore(start: World, max_states: int) -> Exploration:
-    """Visit every reachable state, `max_states` at most. Raises Violation at the first forbidden one."""
+Progress = Callable[[Exploration, int], None]
+
+
+def explore(start: World, max_states: int, progress: Progress = lambda so_far, num_waiting: None) -> Exploration:
+    """Visit every reachable state, `max_states` at most. Raises Violation at the first forbidden one.
+
+    `progress` is told of every state that was expanded, and how many wait for it.
+    """
     result = Exploration(num_states=1)
     frontier = [(0, copy_of(start))]
     numbers = {_key(start): 0}
     while frontier:
         next_frontier: list[tuple[int, bytes]] = []
-        for number, copy in frontier:
+        for idx, (number, copy) in enumerate(frontier):
             _expand(number, copy, numbers, next_frontier, result)
+            progress(result, len(frontier) - idx - 1 + len(next_frontier))
             if result.num_states >= max_states:
                 result.is_complete = False
                 return result

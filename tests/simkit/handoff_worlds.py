@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvtransfer import receiver_state
-from tests.simkit.explorer import Exploration, explore
+from tests.simkit.explorer import Exploration, Progress, explore
 from tests.simkit.handoff_world import HandoffWorld
 
 
@@ -18,11 +18,11 @@ class Setting:
     shape: dict[str, Any] = field(default_factory=dict)
     max_refused: int | None = None
 
-    def explore(self, max_states: int) -> Exploration:
+    def explore(self, max_states: int, *progress: Progress) -> Exploration:
         with pytest.MonkeyPatch.context() as patch:
             if self.max_refused is not None:
                 patch.setattr(receiver_state, "MAX_REFUSED_PER_PEER", self.max_refused)
-            return explore(HandoffWorld(self.faults, **self.shape), max_states)
+            return explore(HandoffWorld(self.faults, **self.shape), max_states, *progress)
 
 
 _SHORT = {"num_tokens": 1}

@@ -5,15 +5,16 @@
 
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvtransfer import receiver, sender
+from tests.chaos.ledger import in_words
 from tests.chaos.rows import ROWS
 from tests.chaos.runbook import RUNBOOK
-from tests.simkit import cluster_worlds, handoff_worlds
+from tests.simkit import cluster_worlds, deep_exploration, handoff_worlds
+from tests.simkit.deep_exploration import KEPT as EXPLORATION
 from tests.simkit.mutants import MUTANTS
 from tests.simkit.plan import FAULT_KINDS, FAULT_RATES_PER_S, PAIR_SHARE
 from tests.tools.named_tests import ROOT
@@ -49,6 +50,21 @@ def worlds_table(worlds: Mapping[str, Any]) -> Iterator[str]:
         yield _row(name, faults, ", ".join(filter(None, (shape, f"the first {limit} states" if limit else ""))))
 
 
+def explored() -> Iterator[str]:
+    """The last whole run of each world that is kept."""
+    kept = {found["world"]: found for found in json.loads(EXPLORATION.read_text())} if EXPLORATION.exists() else {}
+    yield _row("world", "states", "transitions", "ends", "date", "took", "memory")
+    yield _row(*["---"] * 7)
+    for name in deep_exploration.all_worlds():
+        found = kept.get(name)
+        if found is None:
+            yield _row(name, "not run whole since", *["-"] * 5)
+            continue
+        bound = "" if found["is_complete"] else "the first "
+        counts = (f"{bound}{found['states']:,}", f"{found['transitions']:,}", f"{found['ends']:,}")
+        yield _row(name, *counts, found["date"], f"{found['seconds']:.0f} s", f"{found['megabytes']:,} MB")
+
+
 def mutants_table() -> Iterator[str]:
     yield _row("planted fault", "in", "caught by")
     yield _row("---", "---", "---")
@@ -73,10 +89,14 @@ def chaos_rows() -> Iterator[str]:
         yield _row(f"{row.number} {row.name}", row.component, row.fault, row.moment, row.expected, row.proof)
 
 
-def chaos_measured() -> Iterator[str]:
+def chaos_measured(name: str) -> Iterator[str]:
     """The last run that was kept."""
-    run = json.loads((DATA / "chaos.json").read_text())
-    yield f"{run['date']}, {run['machine']}."
+    if not (DATA / name).exists():
+        yield "No run is kept yet."
+        return
+    run = json.loads((DATA / name).read_text())
+    dates = sorted({date for row in run["rows"] for date in row.get("date", run["date"]).split(" and ")})
+    yield f"{' and '.join(dates)}, {run['machine']}."
     yield ""
     yield _row("row", "proof", "requests", "longest wait for a token", "whole again after", "verdict")
     yield _row(*["---"] * 6)
@@ -101,13 +121,8 @@ def _found(run: Mapping[str, Any]) -> Iterator[str]:
     for role in ("prefill", "decode"):
         deaths = [death for death in run.get("deaths", ()) if death["role"] == role]
         pauses = [pause for death in deaths for pause in death["pauses_s"]]
-        if pauses:
-            yield (
-                f"{len(deaths)} {role} deaths, {len(pauses)} requests placed again, next token "
-                f"{statistics.median(pauses):.2f} s after the death in the median, {max(pauses):.2f} s at most"
-            )
-        elif deaths:
-            yield f"{len(deaths)} {role} deaths, no request had to be placed again"
+        if deaths:
+            yield f"{len(deaths)} {role} deaths, {len(pauses)} requests placed again{in_words(pauses)}"
     if "blocks_leaked" in run:
         yield f"{run['blocks_leaked']} blocks leaked, {len(run['holdings'])} holders left"
     if "replaced" in run:
@@ -122,6 +137,12 @@ def soak_measured() -> Iterator[str]:
     run = json.loads((DATA / "soak.json").read_text())
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(run["outcomes"].items()))
     yield f"{run['date'][:10]}, {run['processors']} processors, {run['seconds']:g} s, seed {run['seed']}: {counts}."
+    if "left_share" in run:
+        yield (
+            f"{run['left_share']:.0%} of the clients left before their answer was complete, "
+            f"{run['left_before_first_token']} of them before its first token; the routers saw "
+            f"{run['seen_leaving_by_routers']} leave."
+        )
     yield f"Faults: {', '.join(fault['name'] for fault in run['faults'])}."
     yield f"Problems: {'; '.join(run['problems']) or 'none'}."
     yield ""
@@ -146,10 +167,12 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "receiver-peers": lambda: state_table(receiver.PEER_ROWS),
     "handoff-worlds": lambda: worlds_table(handoff_worlds.WORLDS),
     "cluster-worlds": lambda: worlds_table(cluster_worlds.WORLDS),
+    "explored": explored,
     "faults": faults_list,
     "mutants": mutants_table,
     "chaos-rows": chaos_rows,
-    "chaos-measured": chaos_measured,
+    "chaos-measured": lambda: chaos_measured("chaos.json"),
+    "chaos-demo-measured": lambda: chaos_measured("chaos-demo.json"),
     "campaigns-measured": campaigns_measured,
     "soak-measured": soak_measured,
     "runbook": runbook,

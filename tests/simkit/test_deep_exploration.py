@@ -1,0 +1,59 @@
+"""The command that explores every world keeps what it found, one entry per world."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.simkit import deep_exploration
+from tests.simkit.cluster_worlds import DEEP_WORLDS
+from tests.simkit.deep_exploration import add, all_worlds, explore_world, in_words, main
+
+
+def found(world: str, states: int) -> dict[str, Any]:
+    counts = {"world": world, "states": states, "transitions": 3, "ends": 1, "is_complete": True}
+    return {**counts, "seconds": 1.0, "megabytes": 50, "date": "2026-01-01"}
+
+
+def test_no_world_is_cut_short() -> None:
+    names = list(all_worlds())
+    assert {f"cluster: {name}" for name in DEEP_WORLDS} < set(names)
+    assert [name for name in names if getattr(all_worlds()[name], "max_states", None) is not None] == []
+
+
+def test_a_world_is_explored_as_a_whole_and_progress_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(deep_exploration, "SAY_EVERY_S", 0.0)
+    result = explore_world("handoff: no fault", 10_000)
+    assert result["is_complete"]
+    assert result["transitions"] > result["states"] > 100
+    assert "to be expanded" in capsys.readouterr().err
+    assert "handoff: no fault: all " in in_words(result)
+
+
+def test_a_later_run_of_a_world_replaces_the_earlier_and_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "kept" / "exploration.json"
+    for name, states in (("cluster: no fault", 5), ("handoff: no fault", 6), ("cluster: no fault", 7)):
+        add(path, found(name, states))
+    kept = json.loads(path.read_text())
+    assert [(each["world"], each["states"]) for each in kept] == [("handoff: no fault", 6), ("cluster: no fault", 7)]
+
+
+def test_only_what_is_missing_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def explore_all(names: list[str], max_states: int, jobs: int) -> list[dict[str, Any]]:
+        asked.extend(names)
+        return [found(name, 1) for name in names]
+
+    monkeypatch.setattr(deep_exploration, "KEPT", tmp_path / "kept.json")
+    monkeypatch.setattr(deep_exploration, "OUTPUT", tmp_path / "out.json")
+    monkeypatch.setattr(deep_exploration, "explore_all", explore_all)
+    add(tmp_path / "kept.json", found("handoff: no fault", 6))
+    assert main(["--missing", "no fault"]) == 0
+    assert asked == ["cluster: no fault"]
+    assert "1 worlds in" in capsys.readouterr().out
