@@ -64,7 +64,7 @@ clean:
 	rm -rf build $(VENV)
 
 sim: install
-	@PDSERVE_SIM_SEEDS=2000 $(BIN)/python -m pytest -q tests/simkit/test_cluster_simulation.py
+	@PDSERVE_SIM_SEEDS=2000 $(BIN)/python -m pytest -q -o faulthandler_timeout=0 tests/simkit/test_cluster_simulation.py
 
 explore: install
 	@$(BIN)/python -m tests.simkit.deep_exploration $(if $(KEEP),--keep)
