@@ -2,18 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
-from common.engine.plan import StepPlan
-from common.ids import AttemptId, RequestId, RouterId, TransferId, WorkerRef
+from common.ids import AttemptId, RouterId, TransferId, WorkerRef
 from common.kv.block_pool import BlockPool
-from common.messages import AttemptFailed, Cancel, Granted, HandoffReport, Refused, Reserve, TokenBatch, TransferFailed
+from common.messages import AttemptFailed, Granted, HandoffReport, Refused, Reserve, TokenBatch, TransferFailed
 from common.request import FinishReason, SampledToken, SamplingParams, TokenEvent, Work
 from decode_worker.core import DecodeCore, DecodeLimits
 from decode_worker.events import (
     DecodeEffect,
-    DecodeEvent,
     MessageReceived,
-    RunStep,
-    SendToRouter,
     StepFinished,
 )
 from kvtransfer.events import (
@@ -31,9 +27,9 @@ from kvtransfer.events import (
     TransferFailedLocally,
     TransferReceived,
 )
-from tests.simkit.fake_engine import FakeRunner, contents, expected_output
+from tests.core_bench import ROUTER, CoreBench, attempt
+from tests.simkit.fake_engine import contents, expected_output
 
-ROUTER = RouterId("router")
 PREFILL = WorkerRef("p0", "1")
 CHUNK = Chunk(0, 0, 1, 0, 1, 1)
 Told = Granted | Refused | TokenBatch | HandoffReport | TransferFailed | AttemptFailed
@@ -77,8 +73,8 @@ class ScriptedReceiver:
         pass
 
 
-class Bench:
-    """Drives one core. `now_s` is the clock; `told` is all that routers were sent; `plan` the running step."""
+class Bench(CoreBench[DecodeEffect]):
+    """`told` holds what is in `Told`."""
 
     def __init__(
         self,
@@ -90,30 +86,16 @@ class Bench:
         reservation_timeout_s: float = 30.0,
         pool: BlockPool | None = None,
     ) -> None:
-        self.now_s = 100.0
-        self.pool = pool or BlockPool(num_blocks, block_size)
+        pool = pool or BlockPool(num_blocks, block_size)
         self.receiver = ScriptedReceiver()
         limits = DecodeLimits(budget, max_num_seqs, max_num_waiting, reservation_timeout_s)
-        self.core = DecodeCore(self.pool, self.receiver, limits, {"model": "m"})
-        self.runner = FakeRunner(self.pool.block_size)
-        self.plan: StepPlan | None = None
-        self.effects: list[DecodeEffect] = []
-        self.told: list[Told] = []
+        self.core = DecodeCore(pool, self.receiver, limits, {"model": "m"})
+        super().__init__(self.core, pool)
 
     # ---- events -------------------------------------------------------------------------------------
 
-    def handle(self, event: DecodeEvent) -> list[DecodeEffect]:
-        return self._perform(self.core.handle(event, self.now_s))
-
-    def advance(self, seconds: float) -> list[DecodeEffect]:
-        self.now_s += seconds
-        return self._perform(self.core.handle_deadline(self.now_s))
-
     def reserve(self, work: Work, local: int = 0, router_id: RouterId = ROUTER) -> list[DecodeEffect]:
         return self.handle(MessageReceived(router_id, Reserve(work, local)))
-
-    def cancel(self, name: str, choices: tuple[int, ...] = ()) -> list[DecodeEffect]:
-        return self.handle(MessageReceived(ROUTER, Cancel(attempt(name), choices)))
 
     def deliver(self, work: Work, prefill_try: int = 0) -> list[DecodeEffect]:
         """The prefill worker's part: the missing KV is in the blocks, the first tokens are announced."""
@@ -138,14 +120,7 @@ class Bench:
         self.deliver(work)
 
     def step(self, seconds: float = 0.01) -> list[DecodeEffect]:
-        assert self.plan is not None, "no step is running"
-        plan, self.plan = self.plan, None
-        self.now_s += seconds
-        return self.handle(StepFinished(self.runner.run(plan)))
-
-    def run_all(self) -> None:
-        while self.plan is not None:
-            self.step()
+        return self.handle(StepFinished(self.runner.run(self._take_plan(seconds))))
 
     # ---- what came out ------------------------------------------------------------------------------
 
@@ -173,33 +148,6 @@ class Bench:
 
     def finish_reason(self, name: str, choice: int = 0) -> FinishReason | None:
         return [event for event in self.events(name) if event.choice_idx == choice][-1].finish_reason
-
-    def scheduled(self) -> dict[int, int]:
-        """{sequence id: tokens} of the running step."""
-        return {} if self.plan is None else {s.sequence_id: len(s.token_ids) for s in self.plan.sequences}
-
-    def counts(self) -> tuple[int, int]:
-        stats = self.pool.stats()
-        return stats.used, stats.held
-
-    def _perform(self, effects: list[DecodeEffect]) -> list[DecodeEffect]:
-        self.core.check_invariants()
-        for effect in effects:
-            if isinstance(effect, RunStep):
-                assert self.plan is None, "two steps at once"
-                self.plan = effect.plan
-            elif isinstance(effect, SendToRouter):
-                self.told.append(effect.message)
-        self.effects += effects
-        return effects
-
-
-def attempt(name: str, number: int = 0) -> AttemptId:
-    return AttemptId(RequestId(name), number)
-
-
-def tokens(num: int, first: int = 0) -> tuple[int, ...]:
-    return tuple(first + i for i in range(num))
 
 
 def job(

@@ -14,7 +14,8 @@ from decode_worker.events import (
     SendToRouter,
 )
 from kvtransfer.events import FinishAnnounced, FirstToken
-from tests.decode_worker.harness import PREFILL, Bench, attempt, job, tokens
+from tests.core_bench import attempt, tokens
+from tests.decode_worker.harness import PREFILL, Bench, job
 from tests.simkit.fake_engine import expected_output
 
 

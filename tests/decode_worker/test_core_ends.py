@@ -27,7 +27,8 @@ from decode_worker.events import (
     StepFinished,
 )
 from kvtransfer.events import FinishAnnounced, FirstToken
-from tests.decode_worker.harness import PREFILL, ROUTER, Bench, attempt, job, tokens
+from tests.core_bench import ROUTER, attempt, tokens
+from tests.decode_worker.harness import PREFILL, Bench, job
 from tests.simkit.fake_engine import expected_output
 
 

@@ -14,7 +14,8 @@ from decode_worker.events import (
     PublishBlocks,
 )
 from kvtransfer.events import ChunkAnnounced
-from tests.decode_worker.harness import CHUNK, PREFILL, Bench, attempt, job, tokens
+from tests.core_bench import attempt, tokens
+from tests.decode_worker.harness import CHUNK, PREFILL, Bench, job
 from tests.simkit.fake_engine import expected_output
 
 # ---- reservations -----------------------------------------------------------------------------------

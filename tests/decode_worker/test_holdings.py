@@ -1,6 +1,7 @@
 """What a decode worker says that it holds."""
 
-from tests.decode_worker.harness import Bench, attempt, job, tokens
+from tests.core_bench import attempt, tokens
+from tests.decode_worker.harness import Bench, job
 
 
 def test_holdings_follow_an_attempt_from_its_reservation_to_its_end() -> None:

@@ -13,7 +13,8 @@ from common.ids import RouterId
 from common.messages import AttemptFailed, Granted, Refused
 from common.request import SamplingParams, Work
 from decode_worker.events import Drained, DrainRequested, RouterLost, StepFailed
-from tests.decode_worker.harness import ROUTER, Bench, attempt, tokens
+from tests.core_bench import ROUTER, attempt, tokens
+from tests.decode_worker.harness import Bench
 from tests.simkit.fake_engine import VOCAB_SIZE, expected_output
 
 SEEDS = range(100)

@@ -19,7 +19,8 @@ from kvtransfer.events import (
     PeerLost,
     PeerReady,
 )
-from tests.decode_worker.harness import CHUNK, PREFILL, ROUTER, Bench, attempt, job, tokens
+from tests.core_bench import ROUTER, attempt, tokens
+from tests.decode_worker.harness import CHUNK, PREFILL, Bench, job
 
 WORK = job("a", tokens(40), max_tokens=8, choices=(0, 1), deadline_s=50.0)
 TRANSFER = TransferId(attempt("a"), 0)

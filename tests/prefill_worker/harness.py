@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from common.engine.plan import SequenceResult, StepPlan, StepResult
-from common.ids import AttemptId, RequestId, RouterId, TransferId, WorkerRef
+from common.ids import RouterId, TransferId, WorkerRef
 from common.kv.block_pool import BlockPool
-from common.messages import AttemptFailed, Cancel, FirstTokens, Prefill, Refused
+from common.messages import AttemptFailed, FirstTokens, Prefill, Refused
 from common.request import SampledToken, SamplingParams, Work
 from kvtransfer.events import (
     AcknowledgedByPeer,
@@ -24,14 +24,10 @@ from prefill_worker.events import (
     LayerComputed,
     MessageReceived,
     PrefillEffect,
-    PrefillEvent,
-    RunStep,
-    SendToRouter,
     StepFinished,
 )
-from tests.simkit.fake_engine import FakeRunner
+from tests.core_bench import ROUTER, CoreBench, attempt
 
-ROUTER = RouterId("router")
 DECODE = WorkerRef("d0", "1")
 NUM_LAYERS = 4
 
@@ -80,8 +76,8 @@ class ScriptedSender:
         pass
 
 
-class Bench:
-    """Drives one core. `now_s` is the clock; `sent` is all that routers were told; `plan` the running step."""
+class Bench(CoreBench[PrefillEffect]):
+    """`told` holds FirstTokens, Refused and AttemptFailed."""
 
     def __init__(
         self,
@@ -91,28 +87,14 @@ class Bench:
         max_num_seqs: int = 8,
         max_num_waiting: int = 8,
     ) -> None:
-        self.now_s = 100.0
-        self.pool = BlockPool(num_blocks, block_size)
+        pool = BlockPool(num_blocks, block_size)
         self.sender = ScriptedSender()
         limits = PrefillLimits(budget, max_num_seqs, max_num_waiting)
-        self.core = PrefillCore(self.pool, self.sender, limits, {"model": "m"}, NUM_LAYERS)
-        self.runner = FakeRunner(block_size)
-        self.plan: StepPlan | None = None
-        self.effects: list[PrefillEffect] = []
-        self.sent: list[FirstTokens | Refused | AttemptFailed] = []
-
-    def handle(self, event: PrefillEvent) -> list[PrefillEffect]:
-        return self._perform(self.core.handle(event, self.now_s))
-
-    def advance(self, seconds: float) -> list[PrefillEffect]:
-        self.now_s += seconds
-        return self._perform(self.core.handle_deadline(self.now_s))
+        self.core = PrefillCore(pool, self.sender, limits, {"model": "m"}, NUM_LAYERS)
+        super().__init__(self.core, pool)
 
     def prefill(self, message: Prefill, router_id: RouterId = ROUTER) -> list[PrefillEffect]:
         return self.handle(MessageReceived(router_id, message))
-
-    def cancel(self, name: str, choices: tuple[int, ...] = ()) -> list[PrefillEffect]:
-        return self.handle(MessageReceived(ROUTER, Cancel(attempt(name), choices)))
 
     def acknowledge(self, name: str, prefill_try: int = 0) -> list[PrefillEffect]:
         return self.handle(AcknowledgedByPeer(TransferId(attempt(name), prefill_try)))
@@ -124,18 +106,12 @@ class Bench:
         return self.handle(PeerLost(DECODE, "gone"))
 
     def step(self, seconds: float = 0.01) -> list[PrefillEffect]:
-        """Run the running step with its layers, and finish it."""
-        assert self.plan is not None, "no step is running"
-        plan, self.plan = self.plan, None
+        """With its layers."""
+        plan = self._take_plan(seconds)
         result = self.runner.run(plan)
-        self.now_s += seconds
         for num_layers in range(1, NUM_LAYERS + 1):
             self.handle(LayerComputed(plan.step_id, num_layers))
         return self.handle(StepFinished(result))
-
-    def run_all(self) -> None:
-        while self.plan is not None:
-            self.step()
 
     def computed(self) -> list[TransferId]:
         """Transfers of prompts that wait for nothing but the peer."""
@@ -143,39 +119,12 @@ class Bench:
         return [transfer_id for transfer_id in self.sender.active if transfer_id in done]
 
     def messages(self, name: str) -> list[FirstTokens | Refused | AttemptFailed]:
-        return [message for message in self.sent if message.attempt_id == attempt(name)]
+        return [message for message in self.told if message.attempt_id == attempt(name)]
 
     def first_tokens(self, name: str) -> FirstTokens:
         (message,) = self.messages(name)
         assert isinstance(message, FirstTokens)
         return message
-
-    def scheduled(self) -> dict[int, int]:
-        """{sequence id: tokens} of the running step."""
-        return {} if self.plan is None else {s.sequence_id: len(s.token_ids) for s in self.plan.sequences}
-
-    def counts(self) -> tuple[int, int]:
-        stats = self.pool.stats()
-        return stats.used, stats.held
-
-    def _perform(self, effects: list[PrefillEffect]) -> list[PrefillEffect]:
-        self.core.check_invariants()
-        for effect in effects:
-            if isinstance(effect, RunStep):
-                assert self.plan is None, "two steps at once"
-                self.plan = effect.plan
-            elif isinstance(effect, SendToRouter):
-                self.sent.append(effect.message)
-        self.effects += effects
-        return effects
-
-
-def attempt(name: str, number: int = 0) -> AttemptId:
-    return AttemptId(RequestId(name), number)
-
-
-def tokens(num: int, first: int = 0) -> tuple[int, ...]:
-    return tuple(first + i for i in range(num))
 
 
 def prompt(

@@ -14,7 +14,8 @@ from prefill_worker.events import (
     RunStep,
     StepFinished,
 )
-from tests.prefill_worker.harness import NUM_LAYERS, Bench, attempt, prompt, tokens
+from tests.core_bench import attempt, tokens
+from tests.prefill_worker.harness import NUM_LAYERS, Bench, prompt
 from tests.simkit.fake_engine import expected_output
 
 

@@ -21,7 +21,8 @@ from prefill_worker.events import (
     StepFailed,
     StepFinished,
 )
-from tests.prefill_worker.harness import ROUTER, Bench, attempt, failed_result, prompt, tokens
+from tests.core_bench import ROUTER, attempt, tokens
+from tests.prefill_worker.harness import Bench, failed_result, prompt
 
 # ---- refusals ---------------------------------------------------------------------------------------
 

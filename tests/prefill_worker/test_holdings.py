@@ -1,6 +1,7 @@
 """What a prefill worker says that it holds."""
 
-from tests.prefill_worker.harness import Bench, attempt, prompt, tokens
+from tests.core_bench import attempt, tokens
+from tests.prefill_worker.harness import Bench, prompt
 
 
 def test_holdings_follow_a_request_from_its_blocks_to_their_release() -> None:

@@ -45,7 +45,8 @@ from prefill_worker.events import (
     StepFailed,
     StepFinished,
 )
-from tests.prefill_worker.harness import NUM_LAYERS, ROUTER, attempt, tokens
+from tests.core_bench import ROUTER, attempt, tokens
+from tests.prefill_worker.harness import NUM_LAYERS
 from tests.simkit.fake_engine import FakeRunner, contents, expected_output
 
 SEEDS = range(60)

@@ -8,7 +8,8 @@ from common.errors import InvalidTransition
 from common.ids import TransferId, WorkerRef
 from kvtransfer.events import CancelledByPeer, ChunkPacked, ChunkSent, PeerLost, PeerReady
 from prefill_worker.events import DrainRequested, LayerComputed, RouterLost, StepFailed, StepFinished
-from tests.prefill_worker.harness import DECODE, ROUTER, Bench, attempt, prompt, tokens
+from tests.core_bench import ROUTER, attempt, tokens
+from tests.prefill_worker.harness import DECODE, Bench, prompt
 
 TRY = 5
 STRANGER = WorkerRef("d9", "1")

@@ -1,0 +1,89 @@
+"""A worker's core with steps driven by hand. Checks every invariant after every event. What both roles' tests need."""
+
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from common.engine.plan import StepPlan
+from common.ids import AttemptId, RequestId, RouterId
+from common.kv.block_pool import BlockPool
+from common.messages import Cancel
+from common.worker.events import MessageReceived, RunStep, SendToRouter
+from tests.simkit.fake_engine import FakeRunner
+
+ROUTER = RouterId("router")
+EffectT = TypeVar("EffectT")
+
+
+class Core(Protocol[EffectT]):
+    """Of either role."""
+
+    def handle(self, event: Any, now_s: float) -> Sequence[EffectT]: ...
+
+    def handle_deadline(self, now_s: float) -> Sequence[EffectT]: ...
+
+    def check_invariants(self) -> None: ...
+
+
+class CoreBench(Generic[EffectT]):
+    """Drives one core. `now_s` is the clock; `told` is all that routers were sent; `plan` the running step."""
+
+    def __init__(self, core: Core[EffectT], pool: BlockPool) -> None:
+        self._core = core
+        self.now_s = 100.0
+        self.pool = pool
+        self.runner = FakeRunner(pool.block_size)
+        self.plan: StepPlan | None = None
+        self.effects: list[EffectT] = []
+        self.told: list[Any] = []
+
+    def handle(self, event: Any) -> list[EffectT]:
+        return self._perform(self._core.handle(event, self.now_s))
+
+    def advance(self, seconds: float) -> list[EffectT]:
+        self.now_s += seconds
+        return self._perform(self._core.handle_deadline(self.now_s))
+
+    def cancel(self, name: str, choices: tuple[int, ...] = ()) -> list[EffectT]:
+        return self.handle(MessageReceived(ROUTER, Cancel(attempt(name), choices)))
+
+    def step(self, seconds: float = 0.01) -> list[EffectT]:
+        """Run the running step, and finish it."""
+        raise NotImplementedError
+
+    def run_all(self) -> None:
+        while self.plan is not None:
+            self.step()
+
+    def scheduled(self) -> dict[int, int]:
+        """{sequence id: tokens} of the running step."""
+        return {} if self.plan is None else {s.sequence_id: len(s.token_ids) for s in self.plan.sequences}
+
+    def counts(self) -> tuple[int, int]:
+        stats = self.pool.stats()
+        return stats.used, stats.held
+
+    def _take_plan(self, seconds: float) -> StepPlan:
+        """The running step, which ends now."""
+        assert self.plan is not None, "no step is running"
+        plan, self.plan = self.plan, None
+        self.now_s += seconds
+        return plan
+
+    def _perform(self, effects: Sequence[EffectT]) -> list[EffectT]:
+        self._core.check_invariants()
+        for effect in effects:
+            if isinstance(effect, RunStep):
+                assert self.plan is None, "two steps at once"
+                self.plan = effect.plan
+            elif isinstance(effect, SendToRouter):
+                self.told.append(effect.message)
+        self.effects += effects
+        return list(effects)
+
+
+def attempt(name: str, number: int = 0) -> AttemptId:
+    return AttemptId(RequestId(name), number)
+
+
+def tokens(num: int, first: int = 0) -> tuple[int, ...]:
+    return tuple(first + i for i in range(num))
