@@ -23,7 +23,8 @@ from common.pb_convert import worker_message_to_pb
 from common.request import SamplingParams
 from decode_worker.events import RunStep, SendToRouter, StepFinished
 from tests.bench.engine_bench import BLOCK_SIZE, CONTEXT, NUM_BLOCKS, load_runner
-from tests.decode_worker.harness import Bench, job, tokens
+from tests.core_bench import tokens
+from tests.decode_worker.harness import Bench, job
 
 BATCH = 32
 NUM_STEPS = 24
