@@ -30,7 +30,15 @@ from common.messages import (
     WorkerStats,
 )
 from common.pb import worker_pb2 as pb
-from common.pb_parts import attempt_id_from_pb, attempt_id_to_pb, token_from_pb, token_to_pb, work_from_pb, work_to_pb
+from common.pb_parts import (
+    attempt_id_from_pb,
+    attempt_id_to_pb,
+    prefill_try_from_pb,
+    token_from_pb,
+    token_to_pb,
+    work_from_pb,
+    work_to_pb,
+)
 from common.request import ChunkTiming, KvChunkTiming, PairingInfo
 
 
@@ -215,8 +223,8 @@ def _refused_to_pb(message: Refused) -> pb.Refused:
 
 
 def _refused_from_pb(refused: pb.Refused) -> Refused:
-    prefill_try = refused.prefill_try if refused.HasField("prefill_try") else None
-    return Refused(attempt_id_from_pb(refused.attempt_id), refused.reason, refused.is_retryable, prefill_try)
+    attempt_id, prefill_try = attempt_id_from_pb(refused.attempt_id), prefill_try_from_pb(refused)
+    return Refused(attempt_id, refused.reason, refused.is_retryable, prefill_try)
 
 
 def _first_tokens_to_pb(message: FirstTokens) -> pb.FirstTokens:
@@ -330,8 +338,8 @@ def _attempt_failed_to_pb(message: AttemptFailed) -> pb.AttemptFailed:
 
 
 def _attempt_failed_from_pb(failed: pb.AttemptFailed) -> AttemptFailed:
-    prefill_try = failed.prefill_try if failed.HasField("prefill_try") else None
-    return AttemptFailed(attempt_id_from_pb(failed.attempt_id), failed.reason, failed.is_retryable, prefill_try)
+    attempt_id, prefill_try = attempt_id_from_pb(failed.attempt_id), prefill_try_from_pb(failed)
+    return AttemptFailed(attempt_id, failed.reason, failed.is_retryable, prefill_try)
 
 
 def _stats_to_pb(stats: WorkerStats) -> pb.WorkerStats:

@@ -17,6 +17,11 @@ def attempt_id_from_pb(attempt_id: pb.AttemptId) -> AttemptId:
     return AttemptId(RequestId(attempt_id.request_id), attempt_id.attempt)
 
 
+def prefill_try_from_pb(message: pb.Refused | pb.AttemptFailed | pb.Holding) -> int | None:
+    """None: it is about no try of a prefill."""
+    return message.prefill_try if message.HasField("prefill_try") else None
+
+
 def work_to_pb(work: Work) -> pb.Work:
     return pb.Work(
         attempt_id=attempt_id_to_pb(work.attempt_id),

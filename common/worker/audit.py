@@ -8,7 +8,7 @@ from common.ids import WorkerRef
 from common.kv.block_pool import BlockPool, PoolStats
 from common.messages import Holding, Role, WorkerInfo
 from common.pb import worker_pb2 as pb
-from common.pb_parts import attempt_id_from_pb, attempt_id_to_pb
+from common.pb_parts import attempt_id_from_pb, attempt_id_to_pb, prefill_try_from_pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +84,5 @@ def _holding_from_pb(message: pb.Holding) -> Holding:
         message.num_blocks,
         message.age_s,
         message.time_left_s,
-        message.prefill_try if message.HasField("prefill_try") else None,
+        prefill_try_from_pb(message),
     )
