@@ -1,6 +1,7 @@
 """Stands before every gRPC method: who asks, and what a method needs. Owns the table of handlers.
 
 The check is made on the metadata alone, before the message is read. A method that is not in `NEEDS` does not exist.
+Messages have a time to come in (`router.grpc_punctual`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from common.errors import InvalidApiKey, PdserveError, RateLimited
 from common.pb import generation_pb2 as pb
 from router.access import ADMIN_KEY_HEADER, Access, Need
 from router.grpc_errors import Context, abort
+from router.grpc_punctual import punctual
 from router.tenants import Tenant
 
 HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -58,7 +60,7 @@ class GrpcGate(grpc.GenericRpcHandler):  # type: ignore[misc]  # the package has
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Any]) -> None:
         """What generated code calls on a server."""
         for name, handler in method_handlers.items():
-            self._handlers[f"/{service_name}/{name}"] = handler
+            self._handlers[f"/{service_name}/{name}"] = punctual(handler)
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
         """The same handlers once more, without their names."""

@@ -162,7 +162,7 @@ def _options(max_request_bytes: int, max_connections: int | None) -> Options:
         ("grpc.max_metadata_size", limits.MAX_HEADER_BYTES),
         ("grpc.absolute_max_metadata_size", limits.MAX_HEADER_BYTES),
         ("grpc.server_handshake_timeout_ms", int(limits.HANDSHAKE_TIMEOUT_S * 1e3)),
-        ("grpc.max_connection_idle_ms", int(limits.KEEP_ALIVE_TIMEOUT_S * 1e3)),
+        ("grpc.max_connection_idle_ms", int(limits.GRPC_IDLE_TIMEOUT_S * 1e3)),
         *([] if max_connections is None else [("grpc.max_allowed_incoming_connections", max_connections)]),
     ]
 

@@ -15,6 +15,7 @@ MAX_EXPLAINED_BYTES = 32 << 10
 # From the first byte of a request to the end of its head. A connection that has sent nothing yet has as long, and so
 # has a TLS handshake.
 HEADER_TIMEOUT_S = 10.0
+# From the head of a request to the end of its body, and for each message of a gRPC call.
 BODY_TIMEOUT_S = 30.0
 # Request line and headers together, or a call's metadata.
 MAX_HEADER_BYTES = 16 << 10
@@ -22,6 +23,8 @@ MAX_HEADERS = 100
 # Calls at a time on one gRPC connection; further ones wait in the client.
 MAX_GRPC_STREAMS = 100
 HANDSHAKE_TIMEOUT_S = 2.0
+# Of a gRPC connection without calls. Ending one in order costs its client nothing, and its place may be wanted.
+GRPC_IDLE_TIMEOUT_S = 30.0
 # Of gRPC health, which asks for no key; each costs five looks a second.
 MAX_HEALTH_WATCHERS = 256
 # A refused body is read to its end within these bounds, so that the client gets to see the answer.
@@ -29,7 +32,7 @@ MAX_DISCARDED_BYTES = 64 << 20
 DISCARD_TIMEOUT_S = 0.5
 # Connections beyond router.max_connections that get an answer; those that come meanwhile are closed without.
 MAX_REFUSED_CONNECTIONS = 64
-# Between two requests, or calls, of a connection. Longer than the idle time of common proxies (Go's is 90 s): the
+# Between two requests of an HTTP connection. Longer than the idle time of common proxies (Go's is 90 s): the
 # proxy closes first, so no request meets a reset.
 KEEP_ALIVE_TIMEOUT_S = 120
 # A client that takes nothing from us for this long is gone.

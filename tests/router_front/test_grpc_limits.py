@@ -7,6 +7,7 @@ from functools import partial
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common.pb import generation_pb2 as pb
 from router import grpc_requests, limits
@@ -121,7 +122,7 @@ async def test_connections_are_bounded_and_their_places_come_back() -> None:
 
 
 async def test_a_connection_without_calls_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "KEEP_ALIVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(limits, "GRPC_IDLE_TIMEOUT_S", 0.1)
     async with grpc_rig(always(ids("ok"))) as rig:
         assert await rig.generate(REQUEST)
 
@@ -130,3 +131,35 @@ async def test_a_connection_without_calls_ends(monkeypatch: pytest.MonkeyPatch) 
 
         await until(is_idle)
         assert await rig.generate(REQUEST)  # over a new one
+
+
+@pytest.mark.parametrize("is_ended", [False, True], ids=["silent", "ended"])
+async def test_a_call_whose_message_does_not_come_ends(monkeypatch: pytest.MonkeyPatch, is_ended: bool) -> None:
+    """With a message it is answered, as any call that says on the wire no more than its method's name."""
+    if not is_ended:
+        monkeypatch.setattr(limits, "BODY_TIMEOUT_S", 0.1)
+    path = "/pdserve.v1.GenerationService/Tokenize"
+    async with grpc_rig(always(ids("ok"))) as rig:
+        method = rig.channel.stream_stream(path, pb.TokenizeRequest.SerializeToString, pb.TokenizeResponse.FromString)
+        call = method()
+        if is_ended:
+            await call.done_writing()
+        expected = grpc.StatusCode.INVALID_ARGUMENT if is_ended else grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await call.code() is expected
+        monkeypatch.undo()
+        spoken = method()
+        await spoken.write(pb.TokenizeRequest(prompt="x"))
+        assert (await spoken.read()).token_ids
+
+
+async def test_a_stream_of_messages_that_pauses_for_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with grpc_rig(always(ids("ok"))) as rig:
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        call = reflection_pb2_grpc.ServerReflectionStub(rig.channel).ServerReflectionInfo()
+        await call.write(asked)
+        assert (await call.read()).list_services_response.service
+        await call.done_writing()
+        assert await call.code() is grpc.StatusCode.OK
+        monkeypatch.setattr(limits, "BODY_TIMEOUT_S", 0.1)
+        silent = reflection_pb2_grpc.ServerReflectionStub(rig.channel).ServerReflectionInfo()
+        assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
