@@ -136,7 +136,7 @@ class Frontend:
                     lease.placed()
                     yield event
                 case Tokens():
-                    lease.num_tokens += len(event.tokens)
+                    lease.charge(len(event.tokens))
                     if deltas := output.push(event.tokens):
                         yield Deltas(deltas)
                 case Finished():

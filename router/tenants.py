@@ -24,14 +24,13 @@ _EVERYBODY = TenantSettings(may_salt=True, min_priority=-100)
 
 
 class Lease:
-    """The place of one prompt, until `release` or the end of its `with`; `num_tokens` counts its output."""
+    """The place of one prompt, until `release` or the end of its `with`."""
 
-    __slots__ = ("_is_held", "_is_waiting", "_tenant", "num_tokens")
+    __slots__ = ("_is_held", "_is_waiting", "_tenant")
 
     def __init__(self, tenant: "Tenant") -> None:
         self._tenant = tenant
         self._is_held = self._is_waiting = True
-        self.num_tokens = 0
         tenant.num_running += 1
         tenant.num_waiting += 1
 
@@ -41,12 +40,16 @@ class Lease:
             self._is_waiting = False
             self._tenant.num_waiting -= 1
 
+    def charge(self, num_tokens: int) -> None:
+        """Output has come. Paid for at once: what runs long counts against what is asked for meanwhile."""
+        self._tenant.charge_output(num_tokens)
+
     def release(self) -> None:
         """The prompt is answered, or will not be. Idempotent."""
         if self._is_held:
             self._is_held = False
             self.placed()
-            self._tenant.give_back(self)
+            self._tenant.num_running -= 1
 
     def __enter__(self) -> "Lease":
         return self
@@ -139,11 +142,10 @@ class Tenant:
             self._charge(sum(lengths))
         return [Lease(self) for _ in lengths]
 
-    def give_back(self, lease: Lease) -> None:
-        """What `Lease.release` calls: the place is free, the output is charged."""
-        self.num_running -= 1
+    def charge_output(self, num_tokens: int) -> None:
+        """What has been generated is paid for, if with a debt: a running request is never ended for it."""
         if self._tokens is not None:
-            self._tokens.take(lease.num_tokens, self._clock())
+            self._tokens.take(num_tokens, self._clock())
 
     def headers(self) -> dict[str, str]:
         """What is left, under the names that OpenAI's clients know."""

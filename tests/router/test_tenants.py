@@ -201,12 +201,27 @@ def test_a_changed_file_changes_limits_and_keeps_what_is_used() -> None:
 def test_a_refused_prompt_is_not_charged_and_the_log_says_whose_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     tenant = Tenant("a", file_of(a={"limits": {"tokens_per_minute": 100}}).tenants["a"], clock=lambda: 0.0)
     with place(tenant, 80) as lease:
-        lease.num_tokens = 10
+        lease.charge(10)
         with pytest.raises(RateLimited, match="limit 100 per minute"):
             place(tenant, 30)
     assert tenant.headers()["x-ratelimit-remaining-tokens"] == "10"
     assert "tenant_limited" in (log := capsys.readouterr().out)
     assert "limit 100 per minute" in log
+
+
+def test_output_is_charged_as_it_comes_and_once() -> None:
+    """An answer that runs long counts against what its tenant asks for meanwhile; beyond the budget it is a debt."""
+    tenant = Tenant("a", file_of(a={"limits": {"tokens_per_minute": 100}}).tenants["a"], clock=lambda: 0.0)
+    with place(tenant, 10) as lease:
+        for _ in range(8):
+            lease.charge(10)
+        assert tenant.headers()["x-ratelimit-remaining-tokens"] == "10"
+        with pytest.raises(RateLimited, match="limit 100 per minute"):
+            place(tenant, 11)
+        lease.charge(40)
+    with pytest.raises(RateLimited) as caught:
+        place(tenant, 30)
+    assert caught.value.retry_after_s == pytest.approx(36.0), "the debt of 30 and the prompt of 30"
 
 
 def test_a_lease_counts_as_waiting_until_it_is_placed_once() -> None:
