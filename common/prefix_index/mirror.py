@@ -3,14 +3,15 @@
     a worker's batches -> Redis -> the news of all workers   -> applied to a copy, while the numbers follow one another
     a worker without a copy     -> its whole set, once asked for -> the copy
 
-One connection brings both, so what changed after a set was read arrives after it. A gap, a lost connection or a
-message that cannot be true drops copies; for a worker without a copy Redis is asked, as if there were no mirror.
+One connection brings both, so what changed after a set was read arrives after it. A gap, a lost connection, a message
+that cannot be true or a long silence drops copies; for a worker without a copy Redis is asked, as if there were no
+mirror.
 """
 
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,10 @@ FORGET_S = 60.0
 ASK_AGAIN_S = 1.0
 # 4 MB in one message: half of what Redis keeps for a listener before it cuts it off. Larger sets are not mirrored.
 MAX_MEMBERS = 1 << 18
+# Members of a copy unpacked at a time, 0.3 ms: requests are answered in between.
+MAX_UNPACKED = 2048
+# Workers say every third of their lease that they live. What is this long without a word may have missed a change.
+SILENCE_S = 15.0
 _STARTED_OVER = -1
 
 
@@ -41,6 +46,7 @@ class _Copy:
 
     sequence: int
     members: set[bytes]
+    heard_s: float
 
 
 @dataclass(slots=True)
@@ -50,6 +56,7 @@ class MirrorCounts:
     num_copies: int = 0
     num_gaps: int = 0
     num_invalid: int = 0
+    num_silent: int = 0
     num_connections: int = 0
 
 
@@ -59,13 +66,17 @@ class _State:
     asked_s: dict[WorkerRef, float] = field(default_factory=dict)
     used: set[WorkerRef] = field(default_factory=set)  # since the last sweep
     swept_s: float = 0.0
+    checked_s: float = 0.0
 
 
 class MirroredIndexReader:
     """A `PrefixIndexReader`. `start` it in the running loop and close it; owns `reader`."""
 
-    def __init__(self, reader: RedisIndexReader, redis_url: str, namespace: str) -> None:
+    def __init__(
+        self, reader: RedisIndexReader, redis_url: str, namespace: str, on_silent: Callable[[], None] = lambda: None
+    ) -> None:
         self.counts = MirrorCounts()
+        self._on_silent = on_silent
         self._reader = reader
         self._redis = connect(redis_url, TIMEOUT_S, max_connections=4)
         self._copy = self._redis.register_script(COPY)
@@ -145,15 +156,16 @@ class MirroredIndexReader:
             while not self._is_closing:
                 message = await listener.get_message(timeout=PING_INTERVAL_S)
                 if message is not None:
-                    self._on_message(message)
+                    await self._on_message(message)
                 elif is_pinged:
                     raise RedisConnectionError("the index's channel is silent")
                 else:
                     await listener.ping()
                 is_pinged = message is None
+                self._forget_silent()
                 self._forget_unused()
 
-    def _on_message(self, message: dict[str, Any]) -> None:
+    async def _on_message(self, message: dict[str, Any]) -> None:
         is_mine = message["channel"] == self._channel.encode()
         if message["type"] == "subscribe" and is_mine:  # again if redis-py connects anew: what came between is lost
             self._forget_all()
@@ -161,19 +173,19 @@ class MirroredIndexReader:
             self.counts.num_connections += 1
         elif message["type"] == "message":
             try:
-                self._on_change(message["data"], is_copy=is_mine)
+                await self._on_change(message["data"], is_copy=is_mine)
             except ValueError:  # nobody of ours wrote that
                 self.counts.num_invalid += 1
                 self._state.copies.clear()
 
-    def _on_change(self, data: bytes, *, is_copy: bool) -> None:
+    async def _on_change(self, data: bytes, *, is_copy: bool) -> None:
         head, _, body = data.partition(b"\n")
         before, after, num_added, ref_text = head.split(b" ", 3)
         ref, cut = WorkerRef.parse(ref_text.decode()), int(num_added)
         if is_copy:
             if ref not in self._state.asked_s or len(body) > MAX_MEMBERS * MEMBER_BYTES:
                 return  # nobody of ours sends that, and it must not fill our memory
-            self._state.copies[ref] = _Copy(int(after), set(_members(body)))
+            self._state.copies[ref] = _Copy(int(after), await _unpacked(body), time.monotonic())
             self.counts.num_copies += 1
         elif (copy := self._state.copies.get(ref)) is not None:
             self._apply(ref, copy, int(before), int(after), _members(body[:cut]), _members(body[cut:]))
@@ -187,13 +199,25 @@ class MirroredIndexReader:
             self.counts.num_gaps += 1
             del self._state.copies[ref]
             return
-        copy.sequence = after
+        copy.sequence, copy.heard_s = after, time.monotonic()
         copy.members.update(added)
         copy.members.difference_update(removed)
 
     def _forget_all(self) -> None:
         self._state = _State(swept_s=time.monotonic())
         self._is_connected = False
+
+    def _forget_silent(self) -> None:
+        """Of workers that say nothing: they are gone, or may not speak on the channel."""
+        state, now_s = self._state, time.monotonic()
+        if now_s < state.checked_s + PING_INTERVAL_S:
+            return
+        state.checked_s = now_s
+        for ref in [ref for ref, copy in state.copies.items() if now_s >= copy.heard_s + SILENCE_S]:
+            del state.copies[ref]
+            self.counts.num_silent += 1
+            self._on_silent()
+            get_logger().info("index_copy_silent", worker=str(ref))
 
     def _forget_unused(self) -> None:
         """Of workers that nobody looks up any more: their lives have ended."""
@@ -202,6 +226,15 @@ class MirroredIndexReader:
             copies = {ref: copy for ref, copy in state.copies.items() if ref in state.used}
             asked_s = {ref: at_s for ref, at_s in state.asked_s.items() if ref in state.used}
             self._state = _State(copies, asked_s, swept_s=now_s)
+
+
+async def _unpacked(packed: bytes) -> set[bytes]:
+    """The members of a whole set. Raises ValueError."""
+    members: set[bytes] = set()
+    for at in range(0, len(packed), MAX_UNPACKED * MEMBER_BYTES):
+        members.update(_members(packed[at : at + MAX_UNPACKED * MEMBER_BYTES]))
+        await asyncio.sleep(0)
+    return members
 
 
 def _members(packed: bytes) -> list[bytes]:

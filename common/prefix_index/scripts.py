@@ -20,10 +20,11 @@ end
 """
 
 # A change is told to the routers' mirrors: "number before, number after, bytes added, ref" and a line end, then the
-# members added and those removed. A number before of -1: the set was emptied. Nobody may have to listen.
+# members added and those removed. A number before of -1: the set was emptied; of the same: the worker lives. Nobody may
+# have to listen, and nothing fails when it cannot be told.
 
 # KEYS: lease, members, sequence. ARGV: member width, ttl ms, expected sequence, added, removed, channel, ref.
-# Answers the new sequence number, -1 for a gap, -2 when there is no lease.
+# Answers the new sequence number and why the mirrors could not be told, if so; -1 for a gap, -2 when there is no lease.
 APPLY = (
     _SLICED
     + """
@@ -37,10 +38,10 @@ redis.call('PEXPIRE', KEYS[3], ttl)
 if #ARGV[4] + #ARGV[5] > 0 then
   sequence = sequence + 1
   redis.call('SET', KEYS[3], sequence, 'PX', ttl)
-  local head = table.concat({ARGV[3], sequence, #ARGV[4], ARGV[7]}, ' ')
-  redis.pcall('PUBLISH', ARGV[6], head .. '\\n' .. ARGV[4] .. ARGV[5])
 end
-return sequence
+local head = table.concat({ARGV[3], sequence, #ARGV[4], ARGV[7]}, ' ')
+local told = redis.pcall('PUBLISH', ARGV[6], head .. '\\n' .. ARGV[4] .. ARGV[5])
+return {sequence, type(told) == 'table' and told.err or ''}
 """
 )
 

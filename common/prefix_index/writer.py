@@ -5,7 +5,7 @@
     start over: empty the set, then send a snapshot of the pool in batches, then pending as usual
 
 Redis holds the number of the last batch; a mismatch (Redis restarted, was wiped, failed over, or an answer was
-lost) is found by the next batch or heartbeat. All calls in one event loop.
+lost) is found by the next batch or heartbeat. The routers' mirrors are told of each. All calls in one event loop.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from common.ids import BlockHash, WorkerRef
 from common.prefix_index.client import REDIS_ERRORS, connect, wait_for_event
 from common.prefix_index.keys import MEMBER_BYTES, Keys, pack
 from common.prefix_index.scripts import APPLY, RESET
+from common.telemetry.logs import get_logger
 
 TIMEOUT_S = 0.5
 MAX_BATCH = 4096
@@ -39,6 +40,7 @@ class WriterCounts:
     num_resyncs: int = 0
     num_failed: int = 0
     num_dropped: int = 0  # additions that Redis had no memory for
+    num_untold: int = 0  # batches and heartbeats that the mirrors were not told of
 
 
 class RedisIndexWriter:
@@ -69,6 +71,7 @@ class RedisIndexWriter:
         self._sequence = 0
         self._needs_resync = True
         self._retry_dropped_s: float | None = None
+        self._untold_reason = ""
         self._has_news = asyncio.Event()
         self._is_closing = False
 
@@ -101,15 +104,16 @@ class RedisIndexWriter:
         self._has_news.set()
 
     async def flush(self) -> None:
-        """One round: resync if needed, then everything pending, then the heartbeat that finds a gap."""
+        """One round: resync if needed, then everything pending, else the heartbeat that finds a gap."""
         if self._retry_dropped_s is not None and asyncio.get_running_loop().time() >= self._retry_dropped_s:
             self._start_over()
         if self._needs_resync and not await self._resync():
             return
-        while self._snapshot_left or self._pending:
+        is_beating = not (self._snapshot_left or self._pending)
+        while is_beating or self._snapshot_left or self._pending:
+            is_beating = False
             if not await self._send(*self._next_batch()):
                 return
-        await self._send([], [])
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -169,7 +173,19 @@ class RedisIndexWriter:
     async def _call_apply(self, added: Sequence[BlockHash], removed: Sequence[BlockHash]) -> int:
         args: list[bytes | int | str] = [MEMBER_BYTES, self._ttl_ms, self._sequence, pack(added), pack(removed)]
         async with asyncio.timeout(TIMEOUT_S):
-            return int(await self._apply(keys=self._key_names, args=[*args, *self._news]))
+            answer = await self._apply(keys=self._key_names, args=[*args, *self._news])
+        if isinstance(answer, int):
+            return answer
+        sequence, untold_reason = answer
+        self._note_untold(untold_reason.decode(errors="replace"))
+        return int(sequence)
+
+    def _note_untold(self, reason: str) -> None:
+        """Without news the mirrors' copies expire again and again: most likely a right on the channel is missing."""
+        self.counts.num_untold += bool(reason)
+        if reason and not self._untold_reason:
+            get_logger().warning("index_news_refused", reason=reason)
+        self._untold_reason = reason
 
 
 def _is_out_of_memory(error: ResponseError) -> bool:

@@ -92,8 +92,12 @@ def test_the_index_can_do_all_that_it_does(client: "redis.Redis") -> None:
     member = b"0123456789abcdef"
     client.register_script(scripts.RENEW)([lease, workers, members, sequence], [10_000, 60_000, "w#1", "{}"])
     assert client.register_script(scripts.RESET)([lease, members, sequence], [10_000, 0]) == 0
-    applied = client.register_script(scripts.APPLY)([lease, members, sequence], [16, 10_000, 0, member, b""])
-    assert applied == 1
+    news = [f"{prefix}news", "w#1"]
+    with client.pubsub() as mirror:
+        mirror.subscribe(news[0])
+        mirror.unsubscribe()
+    applied = client.register_script(scripts.APPLY)([lease, members, sequence], [16, 10_000, 0, member, b"", *news])
+    assert applied == [1, b""]
     answer = client.register_script(scripts.LOOKUP)([lease, members], [16, member, "echo"])
     assert answer == [b"echo", 1]
     assert client.register_script(scripts.LIVE)([workers], [f"{prefix}worker:", 4096]) == [b"w#1", b"{}"]
@@ -125,7 +129,9 @@ async def test_the_sizes_of_the_pools_can_be_announced(server: tuple[int, int]) 
         ("REPLICAOF", "NO", "ONE"),
         ("GET", "another-release:workers"),
         ("SET", "another-release:workers", "x"),
-        ("SUBSCRIBE", "pd-pdserve:x"),
+        ("SUBSCRIBE", "another-release:news"),
+        ("PSUBSCRIBE", "*"),
+        ("PUBLISH", "another-release:news", "x"),
     ],
     ids=" ".join,
 )

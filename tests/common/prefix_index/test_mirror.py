@@ -1,5 +1,6 @@
 """The router's copy of the index against a real server: what it says without asking is what Redis would say."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -9,7 +10,7 @@ import pytest
 from common.ids import WorkerRef
 from common.prefix_index import mirror as mirror_module
 from common.prefix_index.keys import Keys
-from common.prefix_index.mirror import MirroredIndexReader, _depth
+from common.prefix_index.mirror import MirroredIndexReader, _depth, _members, _unpacked
 from common.prefix_index.reader import RedisIndexReader
 from tests.common.prefix_index.conftest import chain
 from tests.common.prefix_index.test_redis import Cluster, Worker, cluster_on
@@ -181,6 +182,49 @@ async def test_a_set_too_large_is_not_mirrored(box: RedisBox, monkeypatch: pytes
         await until_so(lambda: mirror.counts.num_gaps == 1)
         assert await mirror.longest_prefix(prompt, [worker.ref]) == {worker.ref: 11}
         assert mirror.known_prefix(prompt, [worker.ref]) is None
+
+
+async def test_a_worker_that_may_not_tell_its_changes_is_noticed_on_both_sides(
+    box: RedisBox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its user lacks the right to the channel: it says so, and what routers copied of it does not last."""
+    monkeypatch.setattr(mirror_module, "SILENCE_S", 0.3)
+    monkeypatch.setattr(mirror_module, "PING_INTERVAL_S", 0.1)
+    rules = ("on", ">mute", "~*", "+@all", "resetchannels")
+    box.client().execute_command("ACL", "SETUSER", "mute", *rules)
+    url = f"redis://mute:mute@127.0.0.1:{box.port}/0"
+    async with cluster_on(url, "mute") as cluster, mirrored(box, "mute") as (_, mirror):
+        worker = await cluster.worker("p0")
+        await copied(mirror, worker)
+        prompt = chain("prompt", 3)
+        await worker.store(prompt)
+        assert worker.writer.counts.num_untold == 2, "an empty set and a batch"
+        assert capsys.readouterr().out.count("index_news_refused") == 1
+        await until_so(lambda: mirror.counts.num_silent > 0)
+        assert await mirror.longest_prefix(prompt, [worker.ref]) == {worker.ref: 3}
+
+
+async def test_a_worker_without_news_still_says_that_it_lives(box: RedisBox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_module, "SILENCE_S", float("inf"))
+    async with mirrored(box, "idle") as (cluster, mirror):
+        worker = await cluster.worker("p0")
+        await copied(mirror, worker)
+        copy = mirror._state.copies[worker.ref]
+        copy.heard_s = 0.0
+        await worker.writer.flush()
+        await until_so(lambda: copy.heard_s > 0.0)
+        assert (mirror._state.copies[worker.ref], mirror.counts.num_gaps) == (copy, 0)
+
+
+async def test_requests_are_answered_while_a_large_set_is_unpacked() -> None:
+    packed = random.Random(7).randbytes(16 * 3 * mirror_module.MAX_UNPACKED + 16)
+    unpacking = asyncio.ensure_future(_unpacked(packed))
+    num_turns = 0
+    while not unpacking.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert num_turns >= 4
+    assert unpacking.result() == set(_members(packed))
 
 
 async def test_copies_of_workers_that_nobody_looks_up_are_dropped(
