@@ -1,5 +1,11 @@
 """What holds for every test."""
 
+import os
+
+# Before torch is imported: tensors here are tiny, and threads that wait for one another at each of them cost six times
+# as much as they save. Workers of real clusters are given theirs.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 
 import pytest

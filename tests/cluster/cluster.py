@@ -22,7 +22,7 @@ from tests.certificates import tls_settings
 from tests.ports import free_port
 
 START_TIMEOUT_S = 180.0
-IDLE_TIMEOUT_S = 20.0
+IDLE_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0
 
 
@@ -50,7 +50,7 @@ class Cluster:
 
     def get(self, path: str) -> Any:
         key = os.environ.get("PDSERVE_ROUTER_ADMIN_KEY", "")
-        reply = httpx.get(f"{self.url}{path}", headers={"x-admin-key": key}, timeout=10)
+        reply = httpx.get(f"{self.url}{path}", headers={"x-admin-key": key}, timeout=60)
         reply.raise_for_status()
         return reply.json()
 
@@ -94,7 +94,7 @@ class Cluster:
             assert states == worker["kv_blocks_total"], worker
         assert run_audit(self.url, as_json=True, identity=self.identity(Component.OPERATOR)) == 0
 
-    def wait_for(self, part: Callable[[Any], Any], is_so: Callable[[Any], object], timeout_s: float = 30.0) -> Any:
+    def wait_for(self, part: Callable[[Any], Any], is_so: Callable[[Any], object], timeout_s: float = 60.0) -> Any:
         """That part of `/admin/v1/state`, once it is as it should be."""
         deadline_s = time.monotonic() + timeout_s
         while not is_so(found := part(self.get("/admin/v1/state"))):
@@ -103,7 +103,7 @@ class Cluster:
             time.sleep(0.05)
         return found
 
-    def wait_for_pools(self, prefill: int, decode: int, timeout_s: float = 90.0) -> None:
+    def wait_for_pools(self, prefill: int, decode: int, timeout_s: float = 120.0) -> None:
         """Wait until exactly so many workers of each role are ready."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
@@ -176,7 +176,7 @@ def _wait_until_ready(cluster: Cluster) -> None:
         if cluster.process.poll() is not None:
             raise AssertionError(f"pdserve up ended with {cluster.process.returncode}")
         try:
-            if httpx.get(f"{cluster.url}/ready", timeout=5).status_code == 200:
+            if httpx.get(f"{cluster.url}/ready", timeout=60).status_code == 200:
                 return
         except httpx.HTTPError:
             pass
@@ -192,9 +192,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         raise AssertionError(f"pdserve up did not stop within {STOP_TIMEOUT_S} s of SIGTERM") from None
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=60)
     for child in alive:
         child.kill()
     assert not alive, f"left running: {[child.cmdline() for child in alive]}"

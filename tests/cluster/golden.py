@@ -56,6 +56,14 @@ def load_goldens() -> list[Golden]:
     return sorted(goldens, key=lambda golden: len(golden.prompt_token_ids))
 
 
+def pools(prefill_block_size: int, decode_block_size: int, chunk: int) -> dict[str, Any]:
+    """The configuration of a cluster; `chunk` is the token budget of a step."""
+    return {
+        "prefill_worker": {"block_size": prefill_block_size, "max_num_batched_tokens": chunk},
+        "decode_worker": {"block_size": decode_block_size, "max_num_batched_tokens": chunk},
+    }
+
+
 def mismatch(golden: Golden, output: Output) -> str | None:
     """What differs, in one sentence; None when the output is the reference's."""
     if output.num_prompt_tokens != len(golden.prompt_token_ids):
@@ -127,6 +135,6 @@ async def mismatches_together(goldens: Sequence[Golden], call: Any, target: str)
 
 
 async def _model_name(url: str) -> str:
-    async with httpx.AsyncClient(timeout=30) as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         models = (await client.get(f"{url}/v1/models")).json()
     return str(models["data"][0]["id"])

@@ -1,42 +1,68 @@
-"""Disaggregated output equals one process: sampling, several choices, preemption, the Triton path."""
+"""Disaggregated output equals one process: local prefill, preemption, refusals, a quantized cache, the Triton path."""
 
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from common.config import ModelConfig, WorkerConfig
 from common.engine.loading import load_model
 from common.request import SamplingParams
-from tests.cluster.cluster import running_cluster
+from tests.cluster.cluster import Cluster, running_cluster
 from tests.cluster.load import Case, random_cases, run_all, wrong
 from tests.common.engine import drive as driving
 
 DISAGGREGATED = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
 
 
-async def test_seeded_sampling_and_four_choices(tiny_model: Path) -> None:
-    """1. 40 sampled requests; 2. 10 with n = 4; 3. 10 greedy ones; all at once on 2P+2D with unequal blocks."""
-    config = {"prefill_worker": {"block_size": 16}, "decode_worker": {"block_size": 32}}
-    cases = random_cases(40, seed=1) + random_cases(10, seed=2, num_choices=4) + random_cases(10, 3, temperature=0.0)
-    with running_cluster(tiny_model, *DISAGGREGATED, prefill=2, decode=2, config=config) as cluster:
-        assert wrong(tiny_model, cases, await run_all(cluster.url, "tiny", cases)) == []
-
-
-async def test_a_pool_too_small_for_the_load_preempts_and_stays_exact(tiny_model: Path) -> None:
-    """1. 32 blocks, 16 requests that grow to 15 blocks each; 2. preemptions happened; 3. every token is right."""
-    config = {"decode_worker": {"num_blocks": 32, "block_size": 16}}
-    cases = random_cases(16, seed=4, max_tokens=60)
-    with running_cluster(tiny_model, *DISAGGREGATED, config=config) as cluster:
-        answers = await run_all(cluster.url, "tiny", cases)
-        assert wrong(tiny_model, cases, answers) == []
-        assert cluster.workers("decode")[0]["num_preemptions"] > 0
-
-
-async def test_a_long_prompt_prefilled_locally_equals_a_shipped_one(tiny_model: Path) -> None:
-    cases = random_cases(20, seed=5)
+@pytest.fixture(scope="module")
+def crowded(tiny_model: Path) -> Iterator[Cluster]:
+    """Half a thousand tokens of KV on the decode worker, short queues, and short prompts prefilled there."""
+    config = {
+        "router": {"max_num_queued": 16},
+        "prefill_worker": {"max_num_waiting": 2},
+        "decode_worker": {"num_blocks": 32, "block_size": 16},
+    }
     options = ("--dtype", "float32", "--local-prefill-max-tokens", "64")
-    with running_cluster(tiny_model, *options) as cluster:
-        assert wrong(tiny_model, cases, await run_all(cluster.url, "tiny", cases)) == []
+    with running_cluster(tiny_model, *options, config=config) as cluster:
+        yield cluster
+
+
+async def test_prompts_prefilled_locally_and_shipped_ones_give_the_tokens_of_one_process(
+    crowded: Cluster, tiny_model: Path
+) -> None:
+    cases = random_cases(20, seed=5)
+    assert wrong(tiny_model, cases, await run_all(crowded.url, "tiny", cases, at_once=4)) == []
+    records = crowded.get("/admin/v1/requests?limit=20")["requests"]
+    assert {record["attempts"][-1]["is_local"] for record in records} == {True, False}
+
+
+async def test_a_pool_too_small_for_the_load_preempts_and_stays_exact(crowded: Cluster, tiny_model: Path) -> None:
+    """1. 32 blocks, 16 requests that grow to 15 blocks each; 2. preemptions happened; 3. every token is right."""
+    cases = random_cases(16, seed=4, max_tokens=60)
+    assert wrong(tiny_model, cases, await run_all(crowded.url, "tiny", cases)) == []
+    assert crowded.workers("decode")[0]["num_preemptions"] > 0
+
+
+async def test_more_than_the_queue_holds_is_refused_with_a_hint_and_the_rest_is_right(
+    crowded: Cluster, tiny_model: Path
+) -> None:
+    """1. queue of 16, room for some five sequences; 2. 60 requests at once; 3. each is exact, or 503 with
+    Retry-After."""
+    cases = random_cases(60, seed=23, max_tokens=60)
+    async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+        bodies = [{**case.body("tiny"), "stream": False} for case in cases]
+        replies = await asyncio.gather(*(client.post(f"{crowded.url}/v1/completions", json=body) for body in bodies))
+    refused = [reply for reply in replies if reply.status_code == 503]
+    assert refused, "nothing was refused"
+    assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
+    assert {reply.json()["error"]["type"] for reply in refused} == {"server_overloaded"}
+    accepted = [(case, reply) for case, reply in zip(cases, replies, strict=True) if reply.status_code == 200]
+    assert len(accepted) + len(refused) == len(cases) and accepted
+    for case, reply in accepted:
+        assert reply.json()["choices"][0]["token_ids"] == case.expected(tiny_model)[0]
 
 
 async def test_a_quantized_cache_gives_the_tokens_of_one_process_that_has_it(tiny_model: Path) -> None:
@@ -68,7 +94,6 @@ def _outputs_of_one_process(path: Path, cases: list[Case]) -> list[list[int]]:
     return [generation.output for generation in batch]
 
 
-@pytest.mark.timeout(600)
 async def test_the_triton_path_gives_the_tokens_of_the_cpu_path(tiny_model: Path) -> None:
     """The kernels of a GPU under the interpreter, in the whole service."""
     cases = random_cases(4, seed=6, max_tokens=6)

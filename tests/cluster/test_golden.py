@@ -1,29 +1,19 @@
 """The service's output is the reference's, token for token, however the work is spread.
 
-Each cluster shape answers all 24 prompts several times: alone and all at once, cold and warm, over both APIs.
+Each cluster shape answers all 24 prompts twice: alone and all at once, cold and warm, over both APIs. The third shape
+is that of `test_openai_client`.
 """
 
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests.cluster.cluster import running_cluster
-from tests.cluster.golden import load_goldens, mismatches_alone, mismatches_together, over_grpc, over_http
+from tests.cluster.golden import load_goldens, mismatches_alone, mismatches_together, over_grpc, over_http, pools
 
 GOLDENS = load_goldens()
 FLOAT32 = ("--dtype", "float32")
 DISAGGREGATED = (*FLOAT32, "--local-prefill-max-tokens", "0")
 
 
-def pools(prefill_block_size: int, decode_block_size: int, chunk: int) -> dict[str, Any]:
-    return {
-        "prefill_worker": {"block_size": prefill_block_size, "max_num_batched_tokens": chunk},
-        "decode_worker": {"block_size": decode_block_size, "max_num_batched_tokens": chunk},
-    }
-
-
-@pytest.mark.timeout(600)
 async def test_one_pair_disaggregated(demo_model: Path) -> None:
     """1. cold, alone, gRPC; 2. warm, all at once, HTTP; chunk 512, blocks 16/16."""
     with running_cluster(demo_model, *DISAGGREGATED, config=pools(16, 16, 512)) as cluster:
@@ -32,16 +22,6 @@ async def test_one_pair_disaggregated(demo_model: Path) -> None:
         assert await mismatches_together(GOLDENS, over_http, cluster.url) == []
 
 
-@pytest.mark.timeout(600)
-async def test_two_pairs_with_unequal_blocks_and_small_chunks(demo_model: Path) -> None:
-    """1. cold, all at once, HTTP; 2. warm, all at once, gRPC; chunk 64, blocks 16/32, 2P+2D."""
-    with running_cluster(demo_model, *DISAGGREGATED, prefill=2, decode=2, config=pools(16, 32, 64)) as cluster:
-        assert await mismatches_together(GOLDENS, over_http, cluster.url) == []
-        cluster.audit()
-        assert await mismatches_together(GOLDENS, over_grpc, cluster.grpc) == []
-
-
-@pytest.mark.timeout(600)
 async def test_prefill_on_the_decode_worker(demo_model: Path) -> None:
     """Everything local: cold all at once over gRPC, then warm alone over HTTP; chunk 64."""
     options = (*FLOAT32, "--local-prefill-max-tokens", "100000")

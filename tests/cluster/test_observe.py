@@ -115,7 +115,7 @@ def test_a_collector_receives_one_connected_trace_over_all_three_roles(cluster: 
     headers = {"traceparent": f"00-{trace_id}-{span_id}-01"}
     body = {"prompt": "the and " * 200, "max_tokens": 4, "ignore_eos": True}
     reply = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).json()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while reply["id"] not in collector.request_ids:
         assert time.monotonic() < deadline_s, "no trace came"
         time.sleep(0.05)
@@ -129,6 +129,6 @@ def test_a_collector_receives_one_connected_trace_over_all_three_roles(cluster: 
 
 
 def test_administration_is_closed_to_everybody_else(cluster: Cluster) -> None:
-    assert httpx.get(f"{cluster.url}/admin/v1/state").status_code == 401
-    assert httpx.get(f"{cluster.url}/ready").status_code == 200
+    assert httpx.get(f"{cluster.url}/admin/v1/state", timeout=60).status_code == 401
+    assert httpx.get(f"{cluster.url}/ready", timeout=60).status_code == 200
     assert KEY not in cluster.log_path.read_text()

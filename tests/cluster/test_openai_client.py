@@ -1,4 +1,4 @@
-"""The `openai` package works unchanged against a cluster."""
+"""The real model on two pairs: the reference's tokens over both APIs, and the `openai` package works unchanged."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +7,10 @@ import openai
 import pytest
 
 from tests.cluster.cluster import Cluster, running_cluster
-from tests.cluster.golden import load_goldens
+from tests.cluster.golden import load_goldens, mismatches_together, over_grpc, over_http, pools
 
-CAPITAL = next(golden for golden in load_goldens() if golden.name == "capital")
+GOLDENS = load_goldens()
+CAPITAL = next(golden for golden in GOLDENS if golden.name == "capital")
 CAPITAL_TEXT = "The capital of France is Paris."
 # About 900 tokens, so that a repeat can reuse more than 800 of them.
 LONG_TEXT = " ".join(f"Item {number} of the list is a thing worth naming." for number in range(75))
@@ -17,7 +18,9 @@ LONG_TEXT = " ".join(f"Item {number} of the list is a thing worth naming." for n
 
 @pytest.fixture(scope="module")
 def cluster(demo_model: Path) -> Iterator[Cluster]:
-    with running_cluster(demo_model, "--dtype", "float32", "--local-prefill-max-tokens", "0", prefill=2) as cluster:
+    """Every prompt is handed off, between blocks of different sizes and in small chunks."""
+    options = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
+    with running_cluster(demo_model, *options, prefill=2, decode=2, config=pools(16, 32, 64)) as cluster:
         yield cluster
 
 
@@ -29,6 +32,13 @@ def client(cluster: Cluster) -> openai.OpenAI:
 @pytest.fixture(scope="module")
 def model(client: openai.OpenAI) -> str:
     return client.models.list().data[0].id
+
+
+async def test_two_pairs_with_unequal_blocks_and_small_chunks(cluster: Cluster) -> None:
+    """1. cold, all at once, HTTP; 2. warm, all at once, gRPC; chunk 64, blocks 16/32, 2P+2D."""
+    assert await mismatches_together(GOLDENS, over_http, cluster.url) == []
+    cluster.audit()
+    assert await mismatches_together(GOLDENS, over_grpc, cluster.grpc) == []
 
 
 def test_chat_completion(client: openai.OpenAI, model: str) -> None:

@@ -66,7 +66,7 @@ def metrics_of(pid: int) -> dict[str, float]:
         if listening.status != psutil.CONN_LISTEN:
             continue
         try:
-            text = httpx.get(f"http://127.0.0.1:{listening.laddr.port}/metrics", timeout=5).text
+            text = httpx.get(f"http://127.0.0.1:{listening.laddr.port}/metrics", timeout=60).text
         except httpx.HTTPError:
             continue
         if "pdserve_model_loads_total" in text:
@@ -101,7 +101,7 @@ async def _answers_of(load: "asyncio.Task[Any]", cluster: Cluster, count: int) -
 
 
 async def _num_finished(cluster: Cluster) -> float:
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         text = (await client.get(f"{cluster.url}/metrics")).text
     return _sums(text).get("pdserve_requests_total", 0.0)
 

@@ -67,7 +67,7 @@ def test_commands_work_over_tls_and_say_whom_they_do_not_trust(cluster: Cluster)
 
 def test_in_the_clear_nobody_is_answered(cluster: Cluster) -> None:
     with pytest.raises(httpx.HTTPError):
-        httpx.get(cluster.url.replace("https:", "http:") + "/live", timeout=10)
+        httpx.get(cluster.url.replace("https:", "http:") + "/live", timeout=60)
     for worker in cluster.workers():
         with grpc.insecure_channel(worker["address"]) as channel:
             assert _audit(channel) is grpc.StatusCode.UNAVAILABLE
@@ -91,7 +91,7 @@ def test_nobody_but_a_prefill_worker_opens_a_handoff(cluster: Cluster) -> None:
 
 def _audit(channel: grpc.Channel) -> grpc.StatusCode:
     try:
-        worker_pb2_grpc.WorkerServiceStub(channel).Audit(worker_pb2.AuditRequest(), timeout=10)
+        worker_pb2_grpc.WorkerServiceStub(channel).Audit(worker_pb2.AuditRequest(), timeout=60)
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
         return code
@@ -119,7 +119,7 @@ def pids_of(cluster: Cluster) -> list[int]:
 
 def process_of(pid: int) -> str:
     """As the table names it."""
-    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    command = _read(pid, "cmdline").replace(b"\0", b" ").decode()
     for name, pattern in (
         ("router", r"deploy\.cli router"),
         ("redis", "redis-server|valkey"),
@@ -155,8 +155,16 @@ def test_a_socket_on_every_interface_would_be_seen() -> None:
     assert [(found.host, found.is_loopback) for found in mine] == [("::1", True)]
 
 
+def _read(pid: int, name: str) -> bytes:
+    """Of /proc; empty when the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def _environment(pid: int) -> dict[str, str]:
-    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    pairs = _read(pid, "environ").decode(errors="replace").split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
@@ -176,7 +184,7 @@ async def test_no_port_unpickles_what_it_is_sent(cluster: Cluster, tmp_path: Pat
     workers = {worker["pid"] for worker in cluster.workers()}
     for found in set(listening(pids_of(cluster))):
         for message in (payload, struct.pack("!I", len(payload)) + payload, struct.pack("<Q", len(payload)) + payload):
-            with contextlib.suppress(OSError), socket.create_connection((found.host, found.port), timeout=5) as peer:
+            with contextlib.suppress(OSError), socket.create_connection((found.host, found.port), timeout=60) as peer:
                 peer.sendall(message)
                 peer.shutdown(socket.SHUT_WR)
                 peer.settimeout(0.1)
@@ -201,8 +209,8 @@ def test_no_secret_is_in_a_command_line_a_log_or_an_answer(cluster: Cluster) -> 
     secrets |= {path.read_text().splitlines()[1] for path in certificates(cluster).glob("*.key")}
     assert all(len(secret) > 15 for secret in secrets)
     pids = pids_of(cluster)
-    texts = {f"cmdline of {pid}": Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
-    texts |= {f"environment of {pid}": Path(f"/proc/{pid}/environ").read_bytes() for pid in pids if pid != pids[0]}
+    texts = {f"cmdline of {pid}": _read(pid, "cmdline") for pid in pids}
+    texts |= {f"environment of {pid}": _read(pid, "environ") for pid in pids[1:]}
     logs = [
         cluster.log_path,
         *runtime_dir.glob("*.log"),
@@ -211,7 +219,7 @@ def test_no_secret_is_in_a_command_line_a_log_or_an_answer(cluster: Cluster) -> 
     ]
     texts |= {str(path): path.read_bytes() for path in logs if path.is_file()}
     for path in ("/metrics", "/version", "/v1/models", "/no/such/path", "/admin/v1/state"):
-        texts[path] = httpx.get(f"{cluster.url}{path}", headers={"x-admin-key": SECRET}).content
+        texts[path] = httpx.get(f"{cluster.url}{path}", headers={"x-admin-key": SECRET}, timeout=60).content
     texts["config show"] = cluster.cli("config", "show").stdout.encode()
     found = [(name, secret[:4]) for name, text in texts.items() for secret in secrets if secret.encode() in text]
     assert found == []
@@ -251,7 +259,6 @@ class Load:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.timeout(300)
 async def test_replacing_certificates_under_load_fails_no_request(cluster: Cluster) -> None:
     """1. Twice, all certificates are replaced while requests come.
     2. A prefill worker is replaced, too: its successor and the others meet with the new ones.
@@ -271,7 +278,6 @@ async def test_replacing_certificates_under_load_fails_no_request(cluster: Clust
     assert load.faults == []
 
 
-@pytest.mark.timeout(300)
 async def test_a_decode_worker_that_gloo_ends_is_replaced_and_its_requests_are_replayed(cluster: Cluster) -> None:
     """A KV message longer than the room behind its receive ends the process by SIGABRT; here the signal comes alone."""
 

@@ -70,7 +70,9 @@ def num_cached(cluster: Cluster, key: str, prompt: list[int]) -> int:
 
 def find(cluster: Cluster, key: str, prompt: list[int]) -> None:
     """The tenant finds its own blocks, at once or, on a busy machine, at one of its next requests."""
-    assert any(num_cached(cluster, key, prompt) == 48 for _ in range(5))
+    deadline_s = time.monotonic() + 60
+    while num_cached(cluster, key, prompt) != 48:
+        assert time.monotonic() < deadline_s
 
 
 def test_a_prefix_of_one_tenant_is_never_found_by_another(cluster: Cluster) -> None:
@@ -92,12 +94,15 @@ def test_both_tenants_get_the_same_text(cluster: Cluster) -> None:
 
 def test_tenants_of_one_group_share(cluster: Cluster) -> None:
     prompt = [7, *PROMPT[1:]]
-    assert [num_cached(cluster, key, prompt) for key in (C, D, B)] == [0, 48, 0]
+    assert num_cached(cluster, C, prompt) == 0
+    find(cluster, D, prompt)
+    assert num_cached(cluster, B, prompt) == 0
 
 
 def test_over_grpc_a_tenant_finds_its_own_prefix_and_no_others(cluster: Cluster) -> None:
     prompt = [8, *PROMPT[1:]]
     assert num_cached(cluster, A, prompt) == 0
+    find(cluster, A, prompt)
     with grpc.insecure_channel(cluster.grpc, options=channel_options()) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), stop=pb.StopConditions(max_tokens=2))
@@ -119,7 +124,7 @@ def test_a_key_is_added_and_withdrawn_while_it_runs(cluster: Cluster, folder: Pa
         return ask(cluster, key, PROMPT).status_code
 
     def becomes(key: str, expected: int) -> bool:
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while status(key) != expected and time.monotonic() < deadline_s:
             time.sleep(0.05)
         return status(key) == expected
@@ -136,9 +141,9 @@ def test_a_key_is_added_and_withdrawn_while_it_runs(cluster: Cluster, folder: Pa
 def test_administration_is_for_the_admin_key_alone(cluster: Cluster) -> None:
     for path in ("/admin/v1/state", "/admin/v1/requests", "/metrics", "/load"):
         for headers in ({}, {"authorization": f"Bearer {A}"}, {"x-admin-key": A}):
-            assert httpx.get(f"{cluster.url}{path}", headers=headers).status_code == 401
-        assert httpx.get(f"{cluster.url}{path}", headers={"x-admin-key": ADMIN}).status_code == 200
-    health = httpx.get(f"{cluster.url}/health")
+            assert httpx.get(f"{cluster.url}{path}", headers=headers, timeout=60).status_code == 401
+        assert httpx.get(f"{cluster.url}{path}", headers={"x-admin-key": ADMIN}, timeout=60).status_code == 200
+    health = httpx.get(f"{cluster.url}/health", timeout=60)
     assert (health.status_code, set(health.json())) == (200, {"status"})
 
 
@@ -158,8 +163,8 @@ def test_no_key_is_in_an_argument_an_environment_a_log_or_a_metric(cluster: Clus
             text = Path(f"/proc/{process.pid}/cmdline").read_bytes()
             text += _without_our_own(Path(f"/proc/{process.pid}/environ").read_bytes())
             assert not [secret for secret in secrets if secret in text], process.pid
-    metrics = httpx.get(f"{cluster.url}/metrics", headers={"x-admin-key": ADMIN}).content
-    records = httpx.get(f"{cluster.url}/admin/v1/requests", headers={"x-admin-key": ADMIN}).content
+    metrics = httpx.get(f"{cluster.url}/metrics", headers={"x-admin-key": ADMIN}, timeout=60).content
+    records = httpx.get(f"{cluster.url}/admin/v1/requests", headers={"x-admin-key": ADMIN}, timeout=60).content
     for content in (metrics, records, cluster.logs().encode()):
         assert not [secret for secret in secrets if secret in content]
     assert os.environ["PDSERVE_ROUTER_ADMIN_KEY"] == ADMIN
