@@ -65,6 +65,9 @@ class Cluster:
         assert any(path.name == "router.log" for path in files)
         return own + "".join(path.read_text(errors="replace") for path in files)
 
+    def log_tail(self) -> str:
+        return self.log_path.read_text(errors="replace")[-8000:] if self.log_path.exists() else ""
+
     def workers(self, role: str | None = None) -> list[dict[str, Any]]:
         """Workers as the router sees them."""
         return [worker for worker in self.get("/admin/v1/state")["workers"] if role in (None, worker["role"])]
@@ -144,7 +147,7 @@ def running_cluster(
             yield cluster
             cluster.audit()
         except BaseException:
-            print(log_path.read_text(errors="replace")[-8000:])
+            print(cluster.log_tail())
             raise
         finally:
             _stop(process)
