@@ -96,6 +96,7 @@ def test_constraints_of_ray_agree_with_the_others() -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.timeout(400)
 def test_the_routers_install_steps_give_a_router_without_torch_and_ray(tmp_path: Path) -> None:
     """1. The Dockerfile's own steps in a clean environment; 2. the command answers; 3. the router imports alone."""
     environment = tmp_path / "pdserve"

