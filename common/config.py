@@ -72,7 +72,7 @@ class WorkerSettings(BaseModel):
     max_num_waiting: int = Field(256, ge=0, description="requests a worker queues before it refuses")
     num_threads: int = Field(0, ge=0, description="compute threads; 0 = torch's choice")
     transport: Transport = "gloo"
-    digest: bool = Field(True, description="verify a keyed digest of every KV chunk")
+    digest: bool = Field(True, description="seal every KV chunk with AES-GCM; none with nccl")
     min_chunk_bytes: int = Field(1 << 20, ge=1, description="layers are sent together until a chunk is this large")
     max_inflight_bytes: int = Field(32 << 20, ge=1, description="announced and not yet received, per pair")
     link_timeout_s: float = Field(30.0, gt=0, description="a pair without progress for this long is rebuilt")

@@ -26,8 +26,8 @@ class Outcome(StrEnum):
 class Chunk:
     """A rectangle of one request's KV: layers [layer_start, layer_end) x tokens [token_start, token_end).
 
-    Payload layout: [layers, 2 (K, V), tokens, kv_heads, head_dim], contiguous, behind a fixed header.
-    `seq` counts from 0 per transfer; `num_bytes` is the length on the link, header included.
+    Payload layout: [layers, 2 (K, V), tokens, kv_heads, head_dim], contiguous, between a fixed header and a tag.
+    `seq` counts from 0 per transfer; `num_bytes` is the length on the link, both included.
     """
 
     seq: int

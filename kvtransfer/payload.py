@@ -1,32 +1,33 @@
-"""The bytes of a chunk: a fixed header, then K and V. Owns their layout and the copies between it and the cache.
+"""The bytes of a chunk: a fixed header, then K and V, then a tag. Owns their layout and how they are sealed.
 
-    digest 16 | magic 4 | version 2 | flags 2 | transfer 8 | seq, layers, tokens 5 x 4 | data length 8 | 0 x 4
-    data: [layers, 2 (K, V), tokens, kv_heads, head_dim], contiguous, in the cache's dtype
+    header 48: magic 4 | version 2 | flags 2 | transfer 8 | seq, layers, tokens 5 x 4 | data length 8 | 0 x 4
+    data:      [layers, 2 (K, V), tokens, kv_heads, head_dim], contiguous, in the cache's dtype
+    tag 16:    the seal's, over header and data; arbitrary where there is no seal
 
-The digest is the session's, of everything after it; the flags say of which kind, zero when it is off.
-The header does not steer anything: both sides know every field from the announcement, and it is compared.
+Where the session is sealed, as the flags say, the data are encrypted; the header never is. The header does not steer
+anything: both sides know every field from the announcement, and it is compared.
 """
 
 import hashlib
-import hmac
 import struct
 from dataclasses import dataclass
 
 from common.ids import TransferId
-from kvtransfer.digest import DIGEST_BYTES, Digest
 from kvtransfer.events import Chunk
-from kvtransfer.plan import HEADER_BYTES
+from kvtransfer.plan import FRAME_BYTES
+from kvtransfer.seal import TAG_BYTES, Seal
 
 MAGIC = b"PDKV"
-VERSION = 1
+VERSION = 2
 _FIELDS = struct.Struct("<4sHH8s5IQ4x")
+HEADER_BYTES = _FIELDS.size
 
-assert DIGEST_BYTES + _FIELDS.size == HEADER_BYTES
+assert HEADER_BYTES + TAG_BYTES == FRAME_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The fields of a chunk's header, without the digest."""
+    """The fields of a chunk's header."""
 
     magic: bytes
     version: int
@@ -40,19 +41,19 @@ class Header:
     data_bytes: int
 
     @classmethod
-    def of(cls, transfer_id: TransferId, chunk: Chunk, digest: Digest) -> "Header":
+    def of(cls, transfer_id: TransferId, chunk: Chunk, flags: int) -> "Header":
         """What the header of an announced chunk must be."""
         return cls(
             MAGIC,
             VERSION,
-            digest.flag,
+            flags,
             hashlib.blake2b(str(transfer_id).encode(), digest_size=8).digest(),
             chunk.seq,
             chunk.layer_start,
             chunk.layer_end,
             chunk.token_start,
             chunk.token_end,
-            chunk.num_bytes - HEADER_BYTES,
+            chunk.num_bytes - FRAME_BYTES,
         )
 
     def encode(self) -> bytes:
@@ -63,35 +64,33 @@ class Header:
         return cls(*_FIELDS.unpack(data))
 
 
-def seal(payload: memoryview, transfer_id: TransferId, chunk: Chunk, digest: Digest) -> None:
-    """Write the header in front of data that is in place. `payload` is the whole chunk."""
+def data_range(chunk: Chunk) -> slice:
+    """Where a chunk's K and V lie in its bytes."""
+    return slice(HEADER_BYTES, chunk.num_bytes - TAG_BYTES)
+
+
+def close(payload: memoryview, transfer_id: TransferId, chunk: Chunk, seal: Seal) -> None:
+    """Write the header in front of data that is in place, and seal both. `payload` is the whole chunk."""
     if len(payload) != chunk.num_bytes:
         raise ValueError(f"{transfer_id} chunk {chunk.seq}: expected {chunk.num_bytes} bytes, packed {len(payload)}")
-    payload[DIGEST_BYTES:HEADER_BYTES] = Header.of(transfer_id, chunk, digest).encode()
-    payload[:DIGEST_BYTES] = digest.of(payload[DIGEST_BYTES:])
+    payload[:HEADER_BYTES] = Header.of(transfer_id, chunk, seal.flag).encode()
+    seal.close(payload[:HEADER_BYTES], payload[HEADER_BYTES:])
 
 
-def seal_header(header: memoryview, transfer_id: TransferId, chunk: Chunk) -> None:
-    """Fill the header alone, without a digest: for data that is on a device."""
-    header[:DIGEST_BYTES] = bytes(DIGEST_BYTES)
-    header[DIGEST_BYTES:] = Header.of(transfer_id, chunk, Digest()).encode()
+def open_(payload: memoryview, transfer_id: TransferId, chunk: Chunk, seal: Seal) -> str | None:
+    """Check a received chunk and decrypt it in place: a sentence with what is wrong, or None.
+
+    The data of a chunk with a problem are arbitrary.
+    """
+    is_intact = seal.open(payload[:HEADER_BYTES], payload[HEADER_BYTES:])
+    wrong = header_problem(payload[:HEADER_BYTES], transfer_id, chunk, seal.flag)
+    return wrong if wrong or is_intact else f"chunk {chunk.seq}: not what the peer sealed for this place on the link"
 
 
-def problem(payload: memoryview, transfer_id: TransferId, chunk: Chunk, digest: Digest) -> str | None:
-    """What is wrong with a received chunk: a sentence with what was expected and what came, or None."""
-    wrong = header_problem(payload[:HEADER_BYTES], transfer_id, chunk, digest)
-    if wrong is not None:
-        return wrong
-    expected = digest.of(payload[DIGEST_BYTES:])
-    if not hmac.compare_digest(payload[:DIGEST_BYTES], expected):
-        return f"chunk {chunk.seq}: expected digest {expected.hex()}, got {payload[:DIGEST_BYTES].hex()}"
-    return None
-
-
-def header_problem(header: memoryview, transfer_id: TransferId, chunk: Chunk, digest: Digest) -> str | None:
+def header_problem(header: memoryview, transfer_id: TransferId, chunk: Chunk, flags: int) -> str | None:
     """What in a received header differs from the announcement, or None."""
-    expected = Header.of(transfer_id, chunk, digest)
-    got = Header.decode(header[DIGEST_BYTES:])
+    expected = Header.of(transfer_id, chunk, flags)
+    got = Header.decode(header)
     if got == expected:
         return None
     fields = [name for name in Header.__slots__ if getattr(got, name) != getattr(expected, name)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvtransfer.events import Chunk
 
-HEADER_BYTES = 64
+FRAME_BYTES = 64  # around a chunk's data: header before it, tag behind it
 MAX_OVER_MIN = 4
 
 
@@ -21,11 +21,11 @@ class ChunkPlanner:
     num_layers: int
     bytes_per_token_layer: int
     min_chunk_bytes: int
-    header_bytes: int = HEADER_BYTES
+    frame_bytes: int = FRAME_BYTES
 
     def num_bytes(self, num_layers: int, num_tokens: int) -> int:
-        """Length on the link of a rectangle, header included."""
-        return self.header_bytes + num_layers * num_tokens * self.bytes_per_token_layer
+        """Length on the link of a rectangle, header and tag included."""
+        return self.frame_bytes + num_layers * num_tokens * self.bytes_per_token_layer
 
     def problem(self, chunk: Chunk) -> str | None:
         """What is wrong with an announced chunk whatever request it is of, or None."""

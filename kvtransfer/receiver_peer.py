@@ -18,7 +18,6 @@ from common.telemetry.logs import get_logger
 from kvtransfer import wire
 from kvtransfer.cache_rows import CacheRows
 from kvtransfer.codec import ChunkCodec
-from kvtransfer.digest import Digest
 from kvtransfer.events import (
     ChunkReceived,
     DropPeer,
@@ -33,6 +32,7 @@ from kvtransfer.links.build import LinkPlan, accepts_shorter
 from kvtransfer.links.gloo import RECEIVER_RANK
 from kvtransfer.links.protocol import Link
 from kvtransfer.links.rendezvous import RendezvousStore
+from kvtransfer.seal import KEY_BYTES, Seal
 from kvtransfer.session import (
     MAX_QUEUED_MESSAGES,
     SessionEnded,
@@ -49,7 +49,6 @@ from kvtransfer.work_thread import WorkThread
 Requests = AsyncIterator[pb.ConnectRequest]
 # grpc.aio has no type stubs.
 Context = Any
-DIGEST_KEY_BYTES = 32
 _EPOCH = re.compile("[0-9a-f]{16}")
 
 
@@ -79,8 +78,8 @@ class ReceiverPeer:
         self._peer = peer
         self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
-        self._digest = Digest(shared.settings.digest_kind, secrets.token_bytes(DIGEST_KEY_BYTES))
-        self._codec = ChunkCodec(shared.rows, self._digest)
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._codec = ChunkCodec(shared.rows, Seal(shared.settings.seal_kind, self._key))
         self._outbox: asyncio.Queue[pb.ConnectResponse] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._outcome: asyncio.Future[str] = self._loop.create_future()
         self._link: Link | None = None
@@ -142,8 +141,8 @@ class ReceiverPeer:
             store_host=self._shared.store.host,
             store_port=self._shared.store.port,
             transport=self._settings.transport,
-            digest_key=self._digest.key,
-            digest_kind=self._digest.kind,
+            seal_key=self._key,
+            seal_kind=self._settings.seal_kind,
         )
         await context.write(pb.ConnectResponse(hello=hello))
         epoch = (await anext(requests)).open_link.epoch
@@ -193,12 +192,12 @@ class ReceiverPeer:
         link.receive(target, lambda error: self._on_received(effect, buffer, error))
 
     def _on_received(self, effect: PostReceive, buffer: torch.Tensor, error: Exception | None) -> None:
-        """In the link's thread: check what came."""
+        """In the link's thread: check and decrypt what came, before anything can be written."""
         if error is not None:
             self._shared.pool.forget()
             call_in_loop(self._loop, self.end, str(error))
             return
-        problem = self._codec.problem(effect.transfer_id, effect.chunk, buffer)
+        problem = self._codec.open(effect.transfer_id, effect.chunk, buffer)
         event = ChunkReceived(self._peer, effect.transfer_id, effect.chunk.seq, problem)
         call_in_loop(self._loop, self._deliver, event, buffer)
 

@@ -1,7 +1,7 @@
 """The decode worker's shell of the handoff: the gRPC servicer that prefill workers connect to. No decisions here.
 
 Decisions come by `perform`, in the event loop's thread. One thread posts receives (gloo's lock may be held for
-milliseconds) and writes received chunks to the cache, in emitted order; each link's receiving thread verifies.
+milliseconds) and writes received chunks to the cache, in emitted order; each link's receiving thread opens them.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from kvtransfer.events import (
 )
 from kvtransfer.links.rendezvous import RendezvousStore
 from kvtransfer.receiver_peer import Context, ReceiverPeer, ReceiverShared, Requests
-from kvtransfer.session import SessionSettings, call_in_loop
+from kvtransfer.session import STOPPING, SessionSettings, call_in_loop
 from kvtransfer.work_thread import WorkThread
 
 NetworkEffect = PostReceive | WriteChunk | DiscardChunk | SendAcknowledged | SendCancel | DropPeer
@@ -53,6 +53,7 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
             WorkThread("kv-receiver"),
         )
         self._peers: dict[WorkerRef, ReceiverPeer] = {}
+        self._is_closed = False
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service; before the server starts."""
@@ -74,9 +75,10 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
                 assert_never(effect)
 
     async def close(self) -> None:
-        """End every session and the store; waits for chunks that are being written."""
+        """End every session and the store; waits for chunks that are being written. Whoever calls later is refused."""
+        self._is_closed = True
         for peer in list(self._peers.values()):
-            peer.end("this worker stops")
+            peer.end(STOPPING)
         self._shared.thread.close()
         await asyncio.to_thread(self._shared.thread.join, JOIN_TIMEOUT_S)
         self._shared.store.close()
@@ -90,6 +92,8 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
         """One prefill worker's control stream, until either side ends it."""
         requests = aiter(request_iterator)
         ref = await self._admit(requests, context)
+        if self._is_closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
         if (old := self._peers.get(ref)) is not None:
             old.end("the peer connected again")
         peer = self._peers[ref] = ReceiverPeer(self._shared, ref, lambda: self._peers.__delitem__(ref))

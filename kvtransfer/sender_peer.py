@@ -19,12 +19,12 @@ from common.tls.identity import Component
 from kvtransfer import wire
 from kvtransfer.cache_rows import CacheRows
 from kvtransfer.codec import ChunkCodec
-from kvtransfer.digest import Digest, DigestKind
 from kvtransfer.events import ConnectPeer, PeerReady, SendCancel, SendChunk, SenderEvent, SendFinished
 from kvtransfer.links.build import LinkPlan
 from kvtransfer.links.gloo import SENDER_RANK
 from kvtransfer.links.protocol import Link
 from kvtransfer.packer import Packer
+from kvtransfer.seal import Seal
 from kvtransfer.session import (
     MAX_QUEUED_MESSAGES,
     SessionEnded,
@@ -124,14 +124,16 @@ class SenderPeer:
             raise SessionEnded(f"expected {self._target.peer}, {got} answers: stale incarnation")
         if hello.transport != self._settings.transport:
             raise SessionEnded(f"transport: {self._settings.transport!r} here, {hello.transport!r} there")
-        kind = _digest_kind(hello.digest_kind)
+        kind = self._settings.seal_kind
+        if hello.seal_kind != kind:
+            raise SessionEnded(f"seal: {str(kind)!r} here, {hello.seal_kind[:32]!r} there (setting `digest`)")
         epoch = secrets.token_hex(8)
         await call.write(pb.ConnectRequest(open_link=pb.OpenLink(epoch=epoch)))
         accepted = (await _read(call, "link_accepted")).link_accepted
         if accepted.epoch != epoch:
             raise SessionEnded(f"expected epoch {epoch}, accepted {accepted.epoch}")
         self._link = await build_link_off_loop(self._link_plan(hello, epoch))
-        return ChunkCodec(self._rows, Digest(kind, hello.digest_key))
+        return ChunkCodec(self._rows, Seal(kind, hello.seal_key))
 
     def _link_plan(self, hello: pb.ReceiverHello, epoch: str) -> LinkPlan:
         settings = self._settings
@@ -180,13 +182,6 @@ class SenderPeer:
             await stopped
         if self._link is not None:
             self._link.close()
-
-
-def _digest_kind(name: str) -> DigestKind:
-    try:
-        return DigestKind(name)
-    except ValueError:
-        raise SessionEnded(f"digest {name[:32]!r} is not known here") from None
 
 
 async def _read(call: Call, expected: str | None = None) -> pb.ConnectResponse:

@@ -8,7 +8,7 @@ from common.telemetry.logs import get_logger
 from kvtransfer.cache_rows import cache_rows
 from kvtransfer.events import ConnectPeer, DropPeer, PeerLost, SendCancel, SendChunk, SendFinished
 from kvtransfer.sender_peer import Post, SenderPeer
-from kvtransfer.session import SessionSettings
+from kvtransfer.session import STOPPING, SessionSettings
 
 NetworkEffect = ConnectPeer | SendChunk | SendFinished | SendCancel | DropPeer
 
@@ -21,6 +21,7 @@ class SenderSessions:
         self._post = post
         self._rows = cache_rows(settings.kv, settings.fence)
         self._peers: dict[WorkerRef, SenderPeer] = {}
+        self._is_closed = False
 
     def perform(self, effect: NetworkEffect) -> None:
         """Effects for a peer that was just lost do nothing: its PeerLost is on the way."""
@@ -39,10 +40,14 @@ class SenderSessions:
                 assert_never(effect)
 
     async def close(self) -> None:
-        """End every session; returns when no block is read and no thread of ours can be waited for any more."""
+        """End every session; returns when no block is read and no thread of ours can be waited for any more.
+
+        A peer that is to be connected later is lost at once.
+        """
+        self._is_closed = True
         sessions = list(self._peers.values())
         for session in sessions:
-            session.end("this worker stops")
+            session.end(STOPPING)
         await asyncio.gather(*(session.ended() for session in sessions))
 
     @property
@@ -51,6 +56,9 @@ class SenderSessions:
         return not self._peers
 
     def _connect(self, effect: ConnectPeer) -> None:
+        if self._is_closed:
+            self._post(PeerLost(effect.peer, STOPPING))
+            return
         assert effect.peer not in self._peers
         self._peers[effect.peer] = SenderPeer(self._settings, self._rows, effect, self._post, self._on_ended)
 

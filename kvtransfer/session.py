@@ -14,14 +14,15 @@ from common.ids import WorkerRef
 from common.kv.fence import Fence
 from common.request import PairingInfo
 from common.tls.identity import Component, Identity
-from kvtransfer.digest import DigestKind
 from kvtransfer.links.build import LinkPlan, build_link
 from kvtransfer.links.protocol import Link
+from kvtransfer.seal import SealKind
 from kvtransfer.staging import StagingPool
 
 EventT = TypeVar("EventT")
 # Control messages waiting for one peer. A peer that does not read this many is cut off.
 MAX_QUEUED_MESSAGES = 10_000
+STOPPING = "this worker stops"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,11 +41,10 @@ class SessionSettings:
     identity: Identity = field(default_factory=lambda: Identity(Component.PREFILL, "pdserve"))
 
     @property
-    def digest_kind(self) -> DigestKind:
-        """A secret digest where its key travels in secret; on a device nothing is summed up."""
-        if not self.digest or self.staging_device.type != "cpu":
-            return DigestKind.NONE
-        return DigestKind.HMAC if self.identity.has_certificate else DigestKind.CRC32
+    def seal_kind(self) -> SealKind:
+        """What both sides of a pair must agree on. Memory on a device is not sealed."""
+        is_sealed = self.digest and self.staging_device.type == "cpu"
+        return SealKind.AES_GCM if is_sealed else SealKind.NONE
 
     @property
     def staging_device(self) -> torch.device:

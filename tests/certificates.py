@@ -1,6 +1,5 @@
 """Certificates for tests: made once per process, by the command that makes them for people."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +13,8 @@ from deploy.trust import CA_VARIABLE
 NAMESPACE = "pdserve"
 
 
-def new_certs(directory: Path, namespace: str = NAMESPACE, *, days: int = 30) -> Path:
-    """A CA and certificates in a directory of their own. Skips the test where there is no openssl."""
-    if shutil.which("openssl") is None:
-        pytest.skip("the openssl command is not installed")
+def new_certs(directory: Path, namespace: str = NAMESPACE, *, days: float = 30) -> Path:
+    """A CA and certificates in a directory of their own."""
     make_certs(directory, namespace, days=days)
     return directory
 

@@ -26,7 +26,7 @@ from common.native.products import NativeProducts
 from common.request import PairingInfo
 from common.sampling import DrawCandidates
 
-PROTOCOL_VERSION = "1"  # of the handoff: the order and layout of what is sent
+PROTOCOL_VERSION = "2"  # of the handoff: the order and layout of what is sent
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 

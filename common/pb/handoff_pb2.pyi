@@ -145,17 +145,17 @@ class ReceiverHello(_message.Message):
     STORE_HOST_FIELD_NUMBER: _builtins.int
     STORE_PORT_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
-    DIGEST_KEY_FIELD_NUMBER: _builtins.int
-    DIGEST_KIND_FIELD_NUMBER: _builtins.int
+    SEAL_KEY_FIELD_NUMBER: _builtins.int
+    SEAL_KIND_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     store_host: _builtins.str
     """Rendezvous store of the links (torch TCPStore), bound to this one address."""
     store_port: _builtins.int
     transport: _builtins.str
-    digest_key: _builtins.bytes
-    """Secret that keys the digest of every chunk on this session, and its kind: "hmac-sha256", "crc32", "" for none."""
-    digest_kind: _builtins.str
+    seal_key: _builtins.bytes
+    """The key of this session's chunks and how they are sealed: "aes-gcm", or "none". The sender must be set alike."""
+    seal_kind: _builtins.str
     def __init__(
         self,
         *,
@@ -164,12 +164,12 @@ class ReceiverHello(_message.Message):
         store_host: _builtins.str = ...,
         store_port: _builtins.int = ...,
         transport: _builtins.str = ...,
-        digest_key: _builtins.bytes = ...,
-        digest_kind: _builtins.str = ...,
+        seal_key: _builtins.bytes = ...,
+        seal_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_key", b"digest_key", "digest_kind", b"digest_kind", "incarnation", b"incarnation", "store_host", b"store_host", "store_port", b"store_port", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "seal_key", b"seal_key", "seal_kind", b"seal_kind", "store_host", b"store_host", "store_port", b"store_port", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

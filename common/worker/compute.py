@@ -9,15 +9,10 @@ from queue import SimpleQueue
 
 from common.engine.plan import StepPlan, StepResult
 from common.engine.runner_protocol import LayerHook, Runner
-from common.errors import PdserveError
 from common.telemetry.logs import get_logger
 
 OnFinished = Callable[[StepResult], None]
 OnFailed = Callable[[int, str], None]
-
-
-class ComputeClosed(PdserveError):
-    """A step was asked for after the compute thread had been closed."""
 
 
 class ComputeThread:
@@ -43,9 +38,12 @@ class ComputeThread:
         return 0.0 if started_s is None else time.monotonic() - started_s
 
     def submit(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> None:
-        """Run `plan`; the core has at most one step in flight, so this never queues. Raises ComputeClosed."""
+        """Run `plan`; the core has at most one step in flight, so this never queues.
+
+        Nothing happens after `close`: a core that has not heard of the end plans one step more, and nobody waits.
+        """
         if self._is_closed:
-            raise ComputeClosed(f"step {plan.step_id} came after the end of the compute thread")
+            return
         self._started_s = time.monotonic()
         self._steps.put((plan, layer_hook))
 

@@ -1,8 +1,8 @@
 """The handoff's link beside raw gloo: two processes, one at each end, the same bytes by turns.
 
 A round is NUM_LAYERS messages in flight at once, timed at the receiver from its first posted receive until all are
-there. "raw" waits for gloo's own operations on the same group; the others go through our threads, and seal and check
-every message with that kind of digest. As a module this is the sending end.
+there. "raw" waits for gloo's own operations on the same group; the others go through our threads, and seal and open
+every message with that kind of seal. As a module this is the sending end.
 """
 
 import itertools
@@ -10,34 +10,34 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from common.ids import AttemptId, RequestId, TransferId
 from kvtransfer import payload
-from kvtransfer.digest import Digest, DigestKind
 from kvtransfer.events import Chunk
 from kvtransfer.links.build import build_link
 from kvtransfer.links.gloo import RECEIVER_RANK, SENDER_RANK
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.rendezvous import RendezvousStore
+from kvtransfer.seal import KEY_BYTES, Seal, SealKind
 from tests.kvtransfer.link_tools import HOST, TIMEOUT_S, new_prefix, plan
 
-_KEY = bytes(range(32))
+_KEY = bytes(range(KEY_BYTES))
 NUM_LAYERS, LAYER_BYTES = 30, 393_216  # 512 tokens of the demo model in bfloat16
 RAW = "raw"
-KINDS = {"off": Digest(), "crc32": Digest(DigestKind.CRC32, _KEY), "hmac": Digest(DigestKind.HMAC, _KEY)}
+SEALS = {str(kind): Seal(kind, _KEY) for kind in SealKind}
 NUM_ROUNDS, WARM_UP = 60, 5
 _TRANSFER = TransferId(AttemptId(RequestId("bench"), 0), 0)
 _CHUNKS = [Chunk(seq, seq, seq + 1, 0, 512, LAYER_BYTES) for seq in range(NUM_LAYERS)]
 
 
 def run() -> list[dict[str, Any]]:
-    """A row for each kind of digest, beside raw gloo."""
+    """A row for each kind of seal, beside raw gloo."""
     store = RendezvousStore(HOST, TIMEOUT_S)
     prefix = new_prefix()
     child = _start_sender(store.port, prefix)
@@ -50,8 +50,8 @@ def run() -> list[dict[str, Any]]:
         link.close()
         link.join(TIMEOUT_S)
         store.close()
-    name = f"link, {NUM_LAYERS} x {LAYER_BYTES} bytes in flight, digest"
-    return [_row(f"{name} {kind}", rates[kind], rates[RAW]) for kind in KINDS]
+    name = f"link, {NUM_LAYERS} x {LAYER_BYTES} bytes in flight, seal"
+    return [_row(f"{name} {kind}", rates[kind], rates[RAW]) for kind in SEALS]
 
 
 def _row(metric: str, ours: float, raw: float) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def _start_sender(port: int, prefix: str) -> subprocess.Popen[str]:
 def _measure(link: ProcessGroupLink, child: subprocess.Popen[str]) -> dict[str, float]:
     """GB/s of each kind, the median of its rounds."""
     buffers = _buffers()
-    times: dict[str, list[float]] = {kind: [] for kind in (RAW, *KINDS)}
-    for number, kind in itertools.product(range(NUM_ROUNDS + WARM_UP), (RAW, *KINDS)):
+    times: dict[str, list[float]] = {kind: [] for kind in (RAW, *SEALS)}
+    for number, kind in itertools.product(range(NUM_ROUNDS + WARM_UP), (RAW, *SEALS)):
         assert child.stdin is not None
         child.stdin.write(f"{kind}\n")
         child.stdin.flush()
@@ -90,24 +90,34 @@ def _receive_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor])
     if kind == RAW:
         _wait_for_all([link._group.recv([buffer], SENDER_RANK, 0) for buffer in buffers])
         return
-    arrived: SimpleQueue[str | None] = SimpleQueue()
+    arrivals = _Countdown()
     for chunk, buffer in zip(_CHUNKS, buffers, strict=True):
-        link.receive(buffer, partial(_report, arrived, KINDS[kind], chunk, buffer))
-    for _ in buffers:
-        problem = arrived.get(timeout=TIMEOUT_S)
-        assert problem is None, problem
+        link.receive(buffer, partial(_open, arrivals, SEALS[kind], chunk, buffer))
+    arrivals.wait()
 
 
-def _report(
-    arrived: "SimpleQueue[str | None]",
-    digest: Digest,
-    chunk: Chunk,
-    buffer: torch.Tensor,
-    error: Exception | None,
-) -> None:
-    """In the link's thread, where the handoff checks too."""
-    wrong = None if error is None else str(error)
-    arrived.put(wrong or payload.problem(buffer.numpy().data, _TRANSFER, chunk, digest))
+def _open(arrivals: "_Countdown", seal: Seal, chunk: Chunk, buffer: torch.Tensor, error: Exception | None) -> None:
+    """In the link's thread, as in the handoff."""
+    arrivals.count(error or payload.open_(buffer.numpy().data, _TRANSFER, chunk, seal))
+
+
+class _Countdown:
+    """Wakes the thread that waits for a round once, at its last message, as raw gloo's own waits end."""
+
+    def __init__(self) -> None:
+        self._missing = NUM_LAYERS
+        self._problem: object = None
+        self._is_over = threading.Event()
+
+    def count(self, problem: object) -> None:
+        self._problem = self._problem or problem
+        self._missing -= 1
+        if not self._missing:
+            self._is_over.set()
+
+    def wait(self) -> None:
+        assert self._is_over.wait(TIMEOUT_S)
+        assert self._problem is None, self._problem
 
 
 def _wait_for_all(works: list[Any]) -> None:
@@ -123,12 +133,11 @@ def _send_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor]) ->
     if kind == RAW:
         _wait_for_all([link._group.send([buffer], RECEIVER_RANK, 0) for buffer in buffers])
         return
-    sent: SimpleQueue[Exception | None] = SimpleQueue()
+    sent = _Countdown()
     for chunk, buffer in zip(_CHUNKS, buffers, strict=True):
-        payload.seal(buffer.numpy().data, _TRANSFER, chunk, KINDS[kind])
-        link.send(buffer, sent.put)
-    for _ in buffers:
-        assert sent.get(timeout=TIMEOUT_S) is None
+        payload.close(buffer.numpy().data, _TRANSFER, chunk, SEALS[kind])
+        link.send(buffer, sent.count)
+    sent.wait()
 
 
 def _serve(port: int, prefix: str) -> None:

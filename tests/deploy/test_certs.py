@@ -1,5 +1,7 @@
 """`pdserve certs`: what it writes, and that it can be run again."""
 
+import contextlib
+import shutil
 import ssl
 import stat
 from pathlib import Path
@@ -8,7 +10,6 @@ import pytest
 
 from common.tls.files import CertificateFiles
 from common.tls.identity import Component
-from deploy import certs
 from deploy.certs import CertsFailed, make_certs
 from tests.certificates import new_certs
 
@@ -59,13 +60,43 @@ def test_again_renews_the_certificates_under_the_same_ca(made: Path) -> None:
     assert {name for name in before if before[name] == after[name]} == {"ca.crt", "ca.key"}
 
 
-def test_without_openssl_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certs.shutil, "which", lambda name: None)
-    with pytest.raises(CertsFailed, match="openssl command is not installed"):
-        make_certs(tmp_path, "pdserve")
+@pytest.mark.parametrize("host", ["not a name\nbad=:", "", "münchen.example", "a..b", "x" * 64])
+def test_what_is_no_host_is_refused_before_anything_is_written(tmp_path: Path, host: str) -> None:
+    with pytest.raises(CertsFailed, match="neither a DNS name nor an address"):
+        make_certs(tmp_path / "tls", "pdserve", [host])
+    assert not (tmp_path / "tls").exists()
 
 
-def test_what_openssl_refuses_is_told(tmp_path: Path) -> None:
-    new_certs(tmp_path)
-    with pytest.raises(CertsFailed, match="openssl x509"):
-        make_certs(tmp_path, "pdserve", ["not a name\nbad=:"])
+def test_a_ca_without_its_key_or_with_anothers_is_told(made: Path, tmp_path: Path) -> None:
+    other = new_certs(tmp_path / "other")
+    (made / "ca.key").unlink()
+    with pytest.raises(CertsFailed, match=r"ca\.crt and ca\.key in .*No such file"):
+        make_certs(made, "pdserve")
+    shutil.copy(other / "ca.key", made / "ca.key")
+    with pytest.raises(CertsFailed, match=r"is not the key of ca\.crt"):
+        make_certs(made, "pdserve")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strict_clients_accept_the_chain(made: Path, name: str) -> None:
+    """As newer Pythons check by default: identifiers of keys, usages, the time."""
+    host = "localhost" if name == "front" else f"{name}.pdserve.pdserve"
+    client, server = ssl.create_default_context(cafile=str(made / "ca.crt")), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client.verify_flags |= ssl.VERIFY_X509_STRICT
+    server.load_cert_chain(made / f"{name}.crt", made / f"{name}.key")
+    assert shake_hands(client, server, host)
+
+
+def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> bool:
+    """In memory; raises what either side refuses."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(to_client, to_server, server_hostname=host),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    while ends:
+        for end in list(ends):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+                ends.remove(end)
+    return True

@@ -17,7 +17,7 @@ from common.request import SamplingParams
 from common.sampling import sample
 from kvtransfer.cache_rows import TorchRows
 from kvtransfer.events import Chunk
-from kvtransfer.plan import HEADER_BYTES
+from kvtransfer.plan import FRAME_BYTES
 from tests.common.engine.drive import Generation, blocks_for, run_all
 from tests.common.kernels.test_device_draws import logits_of, specs_of_all_kinds
 from tests.gpu.report import Report, error_of
@@ -49,7 +49,7 @@ def copy_after_compute() -> None:
     def pack(layer_idx: int) -> None:
         num_bytes = 2 * 100 * 2 * 64 * 4
         out = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        chunk = Chunk(layer_idx, layer_idx, layer_idx + 1, 0, 100, num_bytes + HEADER_BYTES)
+        chunk = Chunk(layer_idx, layer_idx, layer_idx + 1, 0, 100, num_bytes + FRAME_BYTES)
         rows.gather(chunk, (6, 1, 4, 0, 2, 7, 3), out)
         packed.append(out.view(torch.float32))
 

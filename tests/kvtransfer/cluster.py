@@ -232,21 +232,26 @@ async def pair(
     link_timeout_s: float = 10.0,
     prefill_pairing: PairingInfo = PAIRING,
     digest: bool = True,
+    prefill_digest: bool | None = None,
 ) -> AsyncIterator[Pair]:
     """Both workers; at the end everything is closed and nothing may be left staged."""
     changed = Changed()
     source, target = new_cache(prefill_block_size), new_cache(decode_block_size)
     planner = ChunkPlanner(NUM_LAYERS, bytes_per_token_layer(source), min_chunk_bytes)
 
-    def settings(ref: WorkerRef, kv: torch.Tensor, pairing: PairingInfo) -> SessionSettings:
+    def settings(ref: WorkerRef, kv: torch.Tensor, pairing: PairingInfo, digest: bool) -> SessionSettings:
         return SessionSettings(
             ref, pairing, kv, digest=digest, max_inflight_bytes=max_inflight_bytes, link_timeout_s=link_timeout_s
         )
 
     server = grpc.aio.server(options=server_options())
     port = server.add_insecure_port("127.0.0.1:0")
-    decode = Decode(settings(DECODE, target, PAIRING), planner, changed)
-    prefill = Prefill(settings(PREFILL, source, prefill_pairing), planner, changed)
+    decode = Decode(settings(DECODE, target, PAIRING, digest), planner, changed)
+    prefill = Prefill(
+        settings(PREFILL, source, prefill_pairing, digest if prefill_digest is None else prefill_digest),
+        planner,
+        changed,
+    )
     decode.sessions.add_to(server)
     await server.start()
     try:
@@ -276,3 +281,10 @@ async def check_works(cluster: Pair, name: str = "canary") -> None:
     transfer_id = await ship(cluster, name, seed=99)
     assert await cluster.until_ended(transfer_id) is Outcome.DONE
     assert torch.equal(rows_of(cluster.decode.kv, TARGET_TABLE, NUM_TOKENS), request_rows(99, NUM_TOKENS))
+
+
+async def drop(cluster: Pair) -> None:
+    """End the link from the decode side, as a stall would, and wait until both know."""
+    lost = len(cluster.prefill.lost), len(cluster.decode.lost)
+    cluster.decode.sessions._peers[PREFILL].end("dropped by the test")
+    await cluster.wait_for(lambda: len(cluster.prefill.lost) > lost[0] and len(cluster.decode.lost) > lost[1])

@@ -7,9 +7,9 @@ import torch
 
 from kvtransfer.cache_rows import TorchRows
 from kvtransfer.codec import ChunkCodec
-from kvtransfer.digest import Digest
 from kvtransfer.links.nccl import build_nccl_link
 from kvtransfer.links.rendezvous import RendezvousStore, join_rendezvous
+from kvtransfer.seal import KEY_BYTES, Seal, SealKind
 from kvtransfer.session import SessionSettings
 from tests.kvtransfer.cluster import PAIRING, PREFILL, new_cache, new_transfer_id, put_rows, request_rows, rows_of
 from tests.kvtransfer.link_tools import HOST, TIMEOUT_S, new_prefix, receive, send
@@ -30,10 +30,10 @@ def test_a_chunk_goes_from_gpu_cache_to_gpu_cache_through_pinned_staging() -> No
     buffer = SessionSettings(PREFILL, PAIRING, source).new_staging_pool().acquire(200_000)
     assert buffer.is_pinned()
     chunk = chunk_of(source, (0, 4), (0, 100))
-    sender, receiver = (ChunkCodec(TorchRows(kv), Digest()) for kv in (source, target))
+    sender, receiver = (ChunkCodec(TorchRows(kv), Seal(SealKind.AES_GCM, bytes(KEY_BYTES))) for kv in (source, target))
     receiver.prepare(chunk, buffer)
     sender.pack(new_transfer_id("r1"), chunk, (5, 3, 9, 1, 7, 11, 2), buffer)
-    assert receiver.problem(new_transfer_id("r1"), chunk, buffer) is None
+    assert receiver.open(new_transfer_id("r1"), chunk, buffer) is None
     receiver.unpack(chunk, (4, 0, 6, 3), buffer)
     assert torch.equal(rows_of(target.cpu(), (4, 0, 6, 3), 100), rows)
 

@@ -1,4 +1,4 @@
-"""A chunk's bytes: header, digest, and every planted fault that must be seen."""
+"""A chunk's bytes: header, seal, and every planted fault that must be seen."""
 
 from collections.abc import Callable
 
@@ -9,6 +9,7 @@ from tests.interpreter import import_triton_interpreted
 
 import_triton_interpreted()
 
+from common.ids import TransferId  # noqa: E402
 from common.kernels.chunk import pack_chunk, unpack_chunk  # noqa: E402
 from common.kv.cache import KVCache, KVShape  # noqa: E402
 from common.kv.quantized import dequantize, quantize  # noqa: E402
@@ -16,15 +17,16 @@ from common.kv.rows import read_rows, write_rows  # noqa: E402
 from kvtransfer import payload  # noqa: E402
 from kvtransfer.cache_rows import CacheRows, NumpyRows, TorchRows, bytes_per_token_layer, cache_rows  # noqa: E402
 from kvtransfer.codec import ChunkCodec  # noqa: E402
-from kvtransfer.digest import DIGEST_BYTES, Digest, DigestKind  # noqa: E402
 from kvtransfer.events import Chunk  # noqa: E402
-from kvtransfer.plan import HEADER_BYTES, ChunkPlanner  # noqa: E402
+from kvtransfer.payload import HEADER_BYTES  # noqa: E402
+from kvtransfer.plan import FRAME_BYTES, ChunkPlanner  # noqa: E402
+from kvtransfer.seal import KEY_BYTES, Seal, SealKind, unsealed  # noqa: E402
 from kvtransfer.staging import StagingPool  # noqa: E402
 from tests.kvtransfer.cluster import new_cache, new_transfer_id, put_rows, request_rows, rows_of  # noqa: E402
 
-KEY = bytes(range(32))
-HMAC, CRC32 = Digest(DigestKind.HMAC, KEY), Digest(DigestKind.CRC32, KEY)
-TRANSFER = new_transfer_id("r1")
+KEY = bytes(range(KEY_BYTES))
+TRANSFER, TABLE = new_transfer_id("r1"), (3, 4)
+NOT_SEALED = "chunk 0: not what the peer sealed for this place on the link"
 
 
 def chunk_of(kv: torch.Tensor, layers: tuple[int, int], tokens: tuple[int, int], seq: int = 0) -> Chunk:
@@ -54,7 +56,7 @@ def test_a_chunk_survives_the_way_between_block_sizes(
     for layer in range(4):
         put_rows(source, source_table, layer, 0, rows[layer])
     chunk = chunk_of(source, (1, 3), tokens)
-    data = torch.empty(chunk.num_bytes - HEADER_BYTES, dtype=torch.uint8)
+    data = torch.empty(chunk.num_bytes - FRAME_BYTES, dtype=torch.uint8)
     rows_type(source).gather(chunk, source_table, data)
     rows_type(target).scatter(chunk, target_table, data)
     expected = torch.zeros_like(rows)
@@ -71,12 +73,12 @@ def test_quantized_rows_travel_with_their_scales(
     shape = KVShape(num_layers=3, num_kv_heads=3, head_dim=64, dtype=kind)
     source, target = KVCache(shape, 4, 16), KVCache(shape, 3, 32)
     chunk = chunk_of(source.data, (1, 3), (5, 40))
-    assert chunk.num_bytes - HEADER_BYTES == 35 * shape.bytes_per_token * 2 // 3
+    assert chunk.num_bytes - FRAME_BYTES == 35 * shape.bytes_per_token * 2 // 3
     k, v = torch.randn(2, 35, 3, 64, generator=torch.Generator().manual_seed(0))
     at_source = torch.tensor([(3, 0, 2)[p // 16] * 16 + p % 16 for p in range(5, 40)])
     at_target = torch.tensor([(2, 1)[p // 32] * 32 + p % 32 for p in range(5, 40)])
     write_rows(source.layers[2], at_source, k, v)
-    data = torch.empty(chunk.num_bytes - HEADER_BYTES, dtype=torch.uint8)
+    data = torch.empty(chunk.num_bytes - FRAME_BYTES, dtype=torch.uint8)
     rows_type(source.data).gather(chunk, (3, 0, 2), data)
     rows_type(target.data).scatter(chunk, (2, 1), data)
     got = read_rows(target.layers[2], at_target, 64, torch.float32)
@@ -105,7 +107,7 @@ def test_copies_wait_for_the_fence_on_their_stream_before_they_touch_the_cache()
     kv = new_cache(16)
     rows = TorchRows(kv, copy("pack"), copy("unpack"), LoggingFence())
     chunk = chunk_of(kv, (1, 3), (0, 5))
-    data = torch.zeros(chunk.num_bytes - HEADER_BYTES, dtype=torch.uint8)
+    data = torch.zeros(chunk.num_bytes - FRAME_BYTES, dtype=torch.uint8)
     rows.gather(chunk, (0,), data)
     rows.scatter(chunk, (0,), data)
     assert log == [3, "pack", "all", "unpack"]
@@ -117,7 +119,7 @@ def test_rows_of_an_odd_number_of_bytes_are_copied() -> None:
         torch.zeros(2, 2, 2, 8, 1, 3, dtype=torch.uint8),
     )
     chunk = chunk_of(source, (0, 2), (0, 7))
-    data = torch.empty(chunk.num_bytes - HEADER_BYTES, dtype=torch.uint8)
+    data = torch.empty(chunk.num_bytes - FRAME_BYTES, dtype=torch.uint8)
     NumpyRows(source).gather(chunk, (3, 0), data)
     NumpyRows(target).scatter(chunk, (1,), data)
     assert torch.equal(rows_of(target, (1,), 7), rows_of(source, (3, 0), 7))
@@ -135,76 +137,109 @@ def test_a_block_table_that_does_not_fit_is_a_bug(block_table: tuple[int, ...]) 
     kv = new_cache(16)
     chunk = chunk_of(kv, (0, 1), (0, 20))
     with pytest.raises(AssertionError, match="block table"):
-        NumpyRows(kv).gather(chunk, block_table, torch.empty(chunk.num_bytes - HEADER_BYTES, dtype=torch.uint8))
+        NumpyRows(kv).gather(chunk, block_table, torch.empty(chunk.num_bytes - FRAME_BYTES, dtype=torch.uint8))
 
 
 class Packed:
-    """A chunk packed by a sender, in a buffer as a receiver would have it."""
+    """A chunk packed by a sender, in a buffer as a receiver would have it. Opens once, like every message."""
 
-    def __init__(self, digest: Digest = HMAC, seq: int = 0) -> None:
+    def __init__(self, kind: SealKind = SealKind.AES_GCM, seq: int = 0) -> None:
         self.kv = new_cache(16)
         self.kv.copy_(torch.randn(self.kv.shape, generator=torch.Generator().manual_seed(1)))
         rows: CacheRows = cache_rows(self.kv)
         self.chunk = chunk_of(self.kv, (0, 2), (0, 20), seq)
         self.pool = StagingPool(1 << 20, torch.device("cpu"), is_pinned=False)
-        self.codec = ChunkCodec(rows, digest)
+        self.codec = ChunkCodec(rows, Seal(kind, KEY))
         self.buffer = self.pool.acquire(self.chunk.num_bytes)
         self.codec.prepare(self.chunk, self.buffer)
         packed = self.pool.acquire(self.chunk.num_bytes)
-        self.codec.pack(TRANSFER, self.chunk, (3, 4), packed)
+        ChunkCodec(rows, Seal(kind, KEY)).pack(TRANSFER, self.chunk, TABLE, packed)
         self.buffer[: self.chunk.num_bytes] = packed[: self.chunk.num_bytes]
 
-    def problem(self, chunk: Chunk | None = None) -> str | None:
-        return self.codec.problem(TRANSFER, chunk or self.chunk, self.buffer)
+    def open(self, chunk: Chunk | None = None, transfer_id: TransferId = TRANSFER) -> str | None:
+        return self.codec.open(transfer_id, chunk or self.chunk, self.buffer)
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.buffer[payload.data_range(self.chunk)]
 
 
-@pytest.mark.parametrize("digest", [HMAC, CRC32, Digest()])
-def test_an_intact_chunk_has_no_problem(digest: Digest) -> None:
-    assert Packed(digest).problem() is None
+def plain_data() -> torch.Tensor:
+    return Packed(SealKind.NONE).data
 
 
-@pytest.mark.parametrize("digest", [HMAC, CRC32])
-@pytest.mark.parametrize("position", [0, 15, HEADER_BYTES, HEADER_BYTES + 1000, -1])
-def test_one_flipped_bit_is_seen(position: int, digest: Digest) -> None:
-    packed = Packed(digest)
+@pytest.mark.parametrize("kind", SealKind)
+def test_an_intact_chunk_opens_to_what_was_packed(kind: SealKind) -> None:
+    packed = Packed(kind)
+    assert packed.open() is None
+    assert torch.equal(packed.data, plain_data())
+
+
+def test_a_sealed_chunk_shows_nothing_of_the_cache_on_the_link() -> None:
+    """Not one of its 2,560 words of 4 bytes is where it was; by chance one in 2^32 would be."""
+    sealed, plain = Packed().data.view(torch.int32), plain_data().view(torch.int32)
+    assert not bool((sealed == plain).any())
+
+
+@pytest.mark.parametrize("position", [HEADER_BYTES, HEADER_BYTES + 1000, -17, -16, -1])
+def test_one_flipped_bit_is_seen(position: int) -> None:
+    packed = Packed()
     packed.buffer[: packed.chunk.num_bytes][position] ^= 4
-    problem = packed.problem()
-    assert problem is not None
-    assert "expected digest" in problem
+    assert packed.open() == NOT_SEALED
 
 
-def test_a_flipped_bit_passes_when_the_digest_is_off() -> None:
-    packed = Packed(Digest())
+def test_a_flipped_bit_passes_when_there_is_no_seal() -> None:
+    packed = Packed(SealKind.NONE)
     packed.buffer[HEADER_BYTES] ^= 4
-    assert packed.problem() is None
+    assert packed.open() is None
 
 
-@pytest.mark.parametrize("digest", [HMAC, CRC32])
-def test_another_sessions_key_is_refused(digest: Digest) -> None:
-    packed = Packed(digest)
-    other = ChunkCodec(cache_rows(packed.kv), Digest(digest.kind, bytes(32)))
-    problem = other.problem(TRANSFER, packed.chunk, packed.buffer)
-    assert problem is not None
-    assert "digest" in problem
+def test_a_chunk_of_another_session_is_refused() -> None:
+    packed = Packed()
+    packed.codec = ChunkCodec(cache_rows(packed.kv), Seal(SealKind.AES_GCM, bytes(KEY_BYTES)))
+    assert packed.open() == NOT_SEALED
 
 
-def test_a_chunk_under_another_kind_of_digest_is_refused() -> None:
-    packed = Packed(CRC32)
-    problem = ChunkCodec(cache_rows(packed.kv), HMAC).problem(TRANSFER, packed.chunk, packed.buffer)
-    assert problem == "chunk 0: expected flags 1, got 2"
+def test_a_chunk_that_comes_again_is_refused() -> None:
+    """The same bytes under the same announcement: another message of the link all the same."""
+    packed = Packed()
+    again = packed.buffer.clone()
+    assert packed.open() is None
+    packed.buffer = again
+    assert packed.open() == NOT_SEALED
 
 
-def test_a_shorter_message_is_seen_by_the_digest() -> None:
+def test_layers_that_are_swapped_under_each_others_headers_are_refused() -> None:
+    packed, other = Packed(), Packed()
+    rows = cache_rows(other.kv)
+    swapped = Chunk(0, 2, 4, 0, 20, other.chunk.num_bytes)
+    ChunkCodec(rows, Seal(SealKind.AES_GCM, KEY)).pack(TRANSFER, swapped, TABLE, other.buffer)
+    assert not torch.equal(other.data, packed.data)
+    packed.data.copy_(other.data)
+    packed.buffer[packed.chunk.num_bytes - 16 : packed.chunk.num_bytes] = other.buffer[
+        packed.chunk.num_bytes - 16 : packed.chunk.num_bytes
+    ]
+    assert packed.open() == NOT_SEALED
+
+
+def test_a_chunk_under_another_kind_of_seal_is_refused() -> None:
+    packed = Packed(SealKind.NONE)
+    packed.codec = ChunkCodec(cache_rows(packed.kv), Seal(SealKind.AES_GCM, KEY))
+    assert packed.open() == "chunk 0: expected flags 1, got 0"
+
+
+def test_a_shorter_message_is_seen_by_the_seal() -> None:
     """Gloo reports success and leaves the tail as it was."""
     packed = Packed()
     packed.buffer[packed.chunk.num_bytes - 2048 : packed.chunk.num_bytes] = 0
-    assert packed.problem() is not None
+    assert packed.open() == NOT_SEALED
 
 
-def test_a_longer_message_is_seen_by_what_it_overwrites() -> None:
-    packed = Packed()
+@pytest.mark.parametrize("kind", SealKind)
+def test_a_longer_message_is_seen_by_what_it_overwrites(kind: SealKind) -> None:
+    packed = Packed(kind)
     packed.buffer[packed.chunk.num_bytes : packed.chunk.num_bytes + 100] = 1
-    assert packed.problem() == f"chunk 0: expected {packed.chunk.num_bytes} bytes, more came"
+    assert packed.open() == f"chunk 0: expected {packed.chunk.num_bytes} bytes, more came"
 
 
 @pytest.mark.parametrize(
@@ -219,37 +254,31 @@ def test_a_chunk_in_the_place_of_another_is_seen_by_its_header(change: dict[str,
     """Order alone decides what a message is (NCCL ignores tags), so each one says what it is."""
     packed = Packed()
     fields = {slot: getattr(packed.chunk, slot) for slot in packed.chunk.__slots__} | change
-    problem = packed.problem(Chunk(**fields))
+    problem = packed.open(Chunk(**fields))
     assert problem is not None
     assert name in problem
 
 
-def test_a_chunk_of_another_transfer_or_try_is_seen() -> None:
-    packed = Packed()
-    for other in (new_transfer_id("r2"), new_transfer_id("r1", prefill_try=1)):
-        problem = packed.codec.problem(other, packed.chunk, packed.buffer)
-        assert problem is not None
-        assert "transfer" in problem
+@pytest.mark.parametrize("other", [new_transfer_id("r2"), new_transfer_id("r1", prefill_try=1)], ids=str)
+def test_a_chunk_of_another_transfer_or_try_is_seen(other: TransferId) -> None:
+    problem = Packed().open(transfer_id=other)
+    assert problem is not None
+    assert "transfer" in problem
 
 
-@pytest.mark.parametrize("offset", range(DIGEST_BYTES, HEADER_BYTES - 4))
-def test_every_byte_of_the_header_counts(offset: int) -> None:
-    packed = Packed(Digest())
+@pytest.mark.parametrize("kind", SealKind)
+@pytest.mark.parametrize("offset", range(HEADER_BYTES - 4))
+def test_every_byte_of_the_header_counts(offset: int, kind: SealKind) -> None:
+    packed = Packed(kind)
     packed.buffer[offset] ^= 1
-    assert packed.problem() is not None
+    assert packed.open() is not None
 
 
 def test_a_payload_of_the_wrong_length_is_not_sealed() -> None:
     packed = Packed()
     view = packed.buffer.numpy().data
     with pytest.raises(ValueError, match="expected"):
-        payload.seal(view[: packed.chunk.num_bytes + 1], TRANSFER, packed.chunk, KEY)
-
-
-def test_a_header_for_device_data_is_the_same_without_digest() -> None:
-    packed, header = Packed(Digest()), torch.empty(HEADER_BYTES, dtype=torch.uint8)
-    payload.seal_header(header.numpy().data, TRANSFER, packed.chunk)
-    assert torch.equal(header, packed.buffer[:HEADER_BYTES])
+        payload.close(view[: packed.chunk.num_bytes + 1], TRANSFER, packed.chunk, unsealed())
 
 
 def test_staging_buffers_are_reused_within_the_bound_and_counted() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvtransfer.coverage import Coverage
 from kvtransfer.events import Chunk
-from kvtransfer.plan import HEADER_BYTES, MAX_OVER_MIN, ChunkCutter, ChunkPlanner
+from kvtransfer.plan import FRAME_BYTES, MAX_OVER_MIN, ChunkCutter, ChunkPlanner
 
 PLANNER = ChunkPlanner(num_layers=4, bytes_per_token_layer=100, min_chunk_bytes=1000)
 
@@ -40,7 +40,7 @@ def test_a_token_range_with_layers_above_the_maximum_is_split_evenly() -> None:
     cutter = ChunkCutter(PLANNER, 0, 90)
     chunks = cutter.advance(1, 90)
     assert rectangles(chunks) == [(0, 1, 0, 30), (0, 1, 30, 60), (0, 1, 60, 90)]
-    assert max(chunk.num_bytes for chunk in chunks) <= MAX_OVER_MIN * 1000 + HEADER_BYTES
+    assert max(chunk.num_bytes for chunk in chunks) <= MAX_OVER_MIN * 1000 + FRAME_BYTES
 
 
 def test_growing_tokens_complete_the_range_before() -> None:
@@ -116,7 +116,7 @@ def test_random_computations_are_tiled_exactly() -> None:
 
 
 def test_the_announced_length_must_be_what_the_rectangle_says() -> None:
-    good = Chunk(0, 1, 3, 10, 20, HEADER_BYTES + 2 * 10 * 100)
+    good = Chunk(0, 1, 3, 10, 20, FRAME_BYTES + 2 * 10 * 100)
     assert PLANNER.problem(good) is None
     assert PLANNER.problem(Chunk(0, 1, 3, 10, 20, good.num_bytes + 1)) == "chunk 0: expected 2064 bytes, announced 2065"
     for layers, tokens in [((3, 3), (0, 1)), ((0, 5), (0, 1)), ((0, 1), (2, 2)), ((2, 1), (0, 1))]:

@@ -11,17 +11,27 @@ from kvtransfer.events import (
 )
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.protocol import Done
-from kvtransfer.plan import HEADER_BYTES
+from kvtransfer.payload import HEADER_BYTES
 from tests.kvtransfer.cluster import (
+    NUM_TOKENS,
+    SOURCE_TABLE,
+    TARGET_TABLE,
+    Pair,
     check_works,
+    drop,
+    new_transfer_id,
     pair,
+    request_rows,
+    rows_of,
     ship,
 )
+
+SAME = new_transfer_id("same")
 
 # ---- planted faults -------------------------------------------------------------------------------------
 
 
-def plant_in_pack(monkeypatch: pytest.MonkeyPatch, name: str, position: int) -> list[int]:
+def plant_in_pack(monkeypatch: pytest.MonkeyPatch, name: str, position: int) -> list[Chunk]:
     """Flip a bit of the second chunk of request `name` after it was sealed; returns where it happened."""
     genuine, planted = ChunkCodec.pack, []
 
@@ -31,21 +41,28 @@ def plant_in_pack(monkeypatch: pytest.MonkeyPatch, name: str, position: int) -> 
         genuine(self, transfer_id, chunk, block_table, buffer)
         if transfer_id.attempt_id.request_id == name and chunk.seq == 1:
             buffer[position] ^= 1
-            planted.append(chunk.seq)
+            planted.append(chunk)
 
     monkeypatch.setattr(ChunkCodec, "pack", pack)
     return planted
 
 
-@pytest.mark.parametrize(("position", "named"), [(HEADER_BYTES + 77, "expected digest"), (30, "expected transfer")])
+@pytest.mark.parametrize(
+    ("position", "named"), [(HEADER_BYTES + 77, "not what the peer sealed"), (10, "expected transfer")]
+)
 async def test_a_flipped_bit_is_refused_and_the_pair_goes_on(
     monkeypatch: pytest.MonkeyPatch, position: int, named: str
 ) -> None:
     planted = plant_in_pack(monkeypatch, "flipped", position)
     async with pair() as cluster:
+        cluster.decode.kv.fill_(-1.0)
         transfer_id = await ship(cluster, "flipped")
         assert await cluster.until_ended(transfer_id) is Outcome.CANCELLED
-        assert planted == [1]
+        (chunk,) = planted
+        received = rows_of(cluster.decode.kv, TARGET_TABLE, NUM_TOKENS)
+        assert bool(
+            (received[chunk.layer_start : chunk.layer_end, :, chunk.token_start : chunk.token_end] == -1.0).all()
+        )
         assert named in cluster.decode.failed[transfer_id].reason
         assert named in cluster.prefill.ended[transfer_id].reason
         await check_works(cluster)
@@ -74,6 +91,72 @@ async def test_a_message_of_another_length_is_refused_and_the_process_lives(
         assert planted == [difference]
         await check_works(cluster)
         assert not cluster.prefill.lost
+
+
+class Tap:
+    """Sees each message of every link in order, and may send another in its place."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.messages: list[torch.Tensor] = []
+        self.replace_with: torch.Tensor | None = None  # once
+        genuine = ProcessGroupLink.send
+
+        def send(link: ProcessGroupLink, buffer: torch.Tensor, done: Done) -> None:
+            self.messages.append(buffer.clone())
+            if self.replace_with is not None:
+                buffer.copy_(self.replace_with)
+                self.replace_with = None
+            genuine(link, buffer, done)
+
+        monkeypatch.setattr(ProcessGroupLink, "send", send)
+
+
+async def ship_same(cluster: Pair) -> Outcome:
+    """One request of one name, tokens and try: all of it is announced alike each time, in one message."""
+    rows = request_rows(1, NUM_TOKENS)
+    cluster.decode.expect(SAME, TARGET_TABLE, NUM_TOKENS)
+    cluster.prefill.ended.pop(SAME, None)
+    cluster.prefill.start(SAME, cluster.address, SOURCE_TABLE, NUM_TOKENS)
+    await cluster.prefill.compute(SAME, SOURCE_TABLE, rows, NUM_TOKENS)
+    return await cluster.until_ended(SAME)
+
+
+async def test_a_message_of_the_same_chunk_sent_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Header and data are what is announced; only the place on the link is another."""
+    tap = Tap(monkeypatch)
+    async with pair(min_chunk_bytes=1 << 20, max_inflight_bytes=1 << 20) as cluster:
+        assert await ship_same(cluster) is Outcome.DONE
+        (first,) = tap.messages
+        tap.replace_with = first
+        assert await ship_same(cluster) is Outcome.CANCELLED
+        assert "not what the peer sealed" in cluster.prefill.ended[SAME].reason
+        assert not cluster.prefill.lost
+        await check_works(cluster)
+
+
+async def test_a_message_of_an_earlier_session_at_the_same_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first message of one link, as the first of the next: each session has a key of its own."""
+    tap = Tap(monkeypatch)
+    async with pair(min_chunk_bytes=1 << 20, max_inflight_bytes=1 << 20) as cluster:
+        assert await ship_same(cluster) is Outcome.DONE
+        (first,) = tap.messages
+        await drop(cluster)
+        tap.replace_with = first
+        assert await ship_same(cluster) is Outcome.CANCELLED
+        assert "not what the peer sealed" in cluster.prefill.ended[SAME].reason
+        await check_works(cluster)
+
+
+@pytest.mark.parametrize("digest", [True, False])
+async def test_the_link_carries_plain_kv_only_where_the_seal_is_turned_off(
+    monkeypatch: pytest.MonkeyPatch, digest: bool
+) -> None:
+    tap = Tap(monkeypatch)
+    async with pair(min_chunk_bytes=1 << 20, max_inflight_bytes=1 << 20, digest=digest) as cluster:
+        assert await ship_same(cluster) is Outcome.DONE
+        (message,) = tap.messages
+    rows = request_rows(1, NUM_TOKENS).numpy().tobytes()
+    assert (rows[:64] in message.numpy().tobytes()) is not digest
 
 
 async def test_payloads_in_another_order_than_announced_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from tests.kvtransfer.cluster import (
     TARGET_TABLE,
     Pair,
     check_works,
+    drop,
     new_transfer_id,
     pair,
     request_rows,
@@ -178,6 +179,17 @@ async def test_a_worker_that_differs_in_one_field_is_refused_with_both_values(na
         assert not any(isinstance(event, PeerReady) for event in cluster.decode.events)
 
 
+@pytest.mark.parametrize("digest", [True, False])
+async def test_a_worker_that_seals_otherwise_is_refused_with_both_values(digest: bool) -> None:
+    async with pair(digest=digest, prefill_digest=not digest) as cluster:
+        transfer_id = await ship(cluster, "r1")
+        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        here, there = ("none", "aes-gcm") if digest else ("aes-gcm", "none")
+        expected = f"seal: '{here}' here, '{there}' there (setting `digest`)"
+        assert cluster.prefill.ended[transfer_id].reason == expected
+        assert not any(isinstance(event, PeerReady) for event in cluster.decode.events)
+
+
 async def test_another_incarnation_at_the_address_is_not_trusted() -> None:
     async with pair() as cluster:
         stale = WorkerRef(DECODE.worker_id, "before")
@@ -223,6 +235,28 @@ async def test_a_stream_that_does_not_shake_hands_is_refused(
         await check_works(cluster)
 
 
+async def test_a_sender_that_has_ended_connects_to_nobody() -> None:
+    """A core may not have heard of the end: its transfer ends, and no session is begun."""
+    async with pair() as cluster:
+        await cluster.prefill.sessions.close()
+        transfer_id = new_transfer_id("late")
+        cluster.prefill.start(transfer_id, cluster.address, SOURCE_TABLE, NUM_TOKENS)
+        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        assert cluster.prefill.ended[transfer_id].reason == "this worker stops"
+        assert cluster.prefill.sessions.is_quiet
+        assert cluster.decode.events == []
+
+
+async def test_a_receiver_that_has_ended_takes_nobody_in() -> None:
+    async with pair() as cluster:
+        await cluster.decode.sessions.close()
+        transfer_id = await ship(cluster, "late")
+        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        assert cluster.prefill.ended[transfer_id].reason == "UNAVAILABLE: this worker stops"
+        assert not any(isinstance(event, PeerReady) for event in cluster.decode.events)
+        assert cluster.decode.sessions.is_quiet
+
+
 # ---- lives and deaths -----------------------------------------------------------------------------------
 
 
@@ -253,13 +287,6 @@ async def test_links_are_rebuilt_after_each_loss_and_leave_nothing_behind() -> N
         # The last link's threads end on their own, a moment after both sides know.
         await until(lambda: asyncio.to_thread(lambda: num_threads() <= threads + 5 and num_fds() <= fds + 5))
         assert await asyncio.to_thread(lambda: store.num_keys) <= keys + 5
-
-
-async def drop(cluster: Pair) -> None:
-    """End the link from the decode side, as a stall would, and wait until both know."""
-    lost = len(cluster.prefill.lost), len(cluster.decode.lost)
-    cluster.decode.sessions._peers[PREFILL].end("dropped by the test")
-    await cluster.wait_for(lambda: len(cluster.prefill.lost) > lost[0] and len(cluster.decode.lost) > lost[1])
 
 
 async def test_a_link_lost_in_mid_transfer_ends_it_on_both_sides_and_the_next_try_fills_the_same_blocks() -> None:

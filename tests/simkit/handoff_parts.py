@@ -25,7 +25,7 @@ from kvtransfer.sender import SenderCore
 from tests.simkit.layered_engine import Payload
 
 NUM_LAYERS = 2
-PLANNER = ChunkPlanner(NUM_LAYERS, 1, min_chunk_bytes=1, header_bytes=0)
+PLANNER = ChunkPlanner(NUM_LAYERS, 1, min_chunk_bytes=1, frame_bytes=0)
 WINDOW_BYTES = 2
 LINK_TIMEOUT_S = 10.0
 

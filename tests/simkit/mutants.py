@@ -73,6 +73,27 @@ MUTANTS = (
         ("simulator",),
     ),
     Mutant(
+        "a chunk that does not open is taken as it is",
+        "kvtransfer.seal:Seal.open",
+        "return False",
+        "return True",
+        ("tests/kvtransfer/test_session_faults.py",),
+    ),
+    Mutant(
+        "every message of a session has the same nonce",
+        "kvtransfer.seal:Seal._next_nonce",
+        "next(self._numbers)",
+        "(0)",
+        ("tests/kvtransfer/test_session_faults.py::test_a_message_of_the_same_chunk_sent_again_is_refused",),
+    ),
+    Mutant(
+        "all sessions share a key",
+        "kvtransfer.receiver_peer:ReceiverPeer.__init__",
+        "secrets.token_bytes(KEY_BYTES)",
+        "bytes(KEY_BYTES)",
+        ("tests/kvtransfer/test_session_faults.py::test_a_message_of_an_earlier_session_at_the_same_place_is_refused",),
+    ),
+    Mutant(
         "layers 1 and 2 are swapped",
         "kvtransfer.receiver:ReceiverCore._write",
         "self._effects.append(WriteChunk(event.peer, event.transfer_id, chunk, attempt.expected.block_table))",

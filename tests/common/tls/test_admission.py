@@ -1,12 +1,13 @@
 """Which certificate may call which method, over real gRPC on loopback (Q-03)."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
 
 from common.config import TlsSettings
 from common.pb import handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -159,7 +160,7 @@ async def test_an_expired_certificate_gets_no_connection(tmp_path: Path) -> None
     ended.mkdir()
     for name in ("ca.crt", "ca.key"):
         (ended / name).write_bytes((mounted / name).read_bytes())
-    new_certs(ended, days=-1)
+    new_certs(ended, days=-0.5)
     async with (
         serving(tls_settings(mounted)) as (calls, address),
         Identity("router", NAMESPACE, tls_settings(ended)).channel(address, "decode") as channel,
@@ -194,19 +195,22 @@ async def test_clusters_under_one_ca_stay_apart(mounted: Path, tmp_path: Path) -
     assert calls == []
 
 
-def renamed(mounted: Path, directory: Path, component: str, kind: str) -> TlsSettings:
+def renamed(mounted: Path, directory: Path, component: str, kind: Callable[[str], x509.GeneralName]) -> TlsSettings:
     """Certificates of the same CA, where the component's has its name as another kind of alternative name."""
     directory.mkdir()
     for name in ("ca.crt", "ca.key"):
         (directory / name).write_bytes((mounted / name).read_bytes())
     new_certs(directory)
-    names = (f"{kind}:{certificate_name(component, NAMESPACE)}", "DNS:localhost")
-    certs._make(directory, certs._Wanted(component, names), days=30)
+    names = [kind(certificate_name(component, NAMESPACE)), x509.DNSName("localhost")]
+    issuer = certs._read_ca(directory)
+    certs._issue(directory, component, "renamed", 30, certs._extensions(names, issuer), issuer)
     return tls_settings(directory)
 
 
-@pytest.mark.parametrize("kind", ["URI", "email"])
-async def test_only_a_dns_name_is_a_role(mounted: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", [x509.UniformResourceIdentifier, x509.RFC822Name])
+async def test_only_a_dns_name_is_a_role(
+    mounted: Path, tmp_path: Path, kind: Callable[[str], x509.GeneralName]
+) -> None:
     """The right text in a field that means something else: neither a caller nor a server is believed."""
     tls = tls_settings(mounted)
     async with (

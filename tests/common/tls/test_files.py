@@ -1,10 +1,10 @@
 """Certificates that are replaced, half replaced and damaged while they are in use."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from common.tls.files import CertificateFiles, InvalidCertificate
 from tests.certificates import new_certs
@@ -71,7 +71,10 @@ def test_a_key_of_another_certificate_is_refused(mounted: Path) -> None:
 
 def test_a_key_with_a_passphrase_is_refused_instead_of_asked_for(mounted: Path) -> None:
     key, locked = mounted / "router.key", mounted / "locked.key"
-    subprocess.run(["openssl", "pkey", "-in", key, "-aes256", "-passout", "pass:secret", "-out", locked], check=True)
+    loaded = serialization.load_pem_private_key(key.read_bytes(), password=None)
+    encryption = serialization.BestAvailableEncryption(b"secret")
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    locked.write_bytes(loaded.private_bytes(pem, pkcs8, encryption))
     locked.replace(key)
     with pytest.raises(InvalidCertificate, match=r"router\.key: the key has a passphrase"):
         files_of(mounted).current()

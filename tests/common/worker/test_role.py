@@ -1,0 +1,58 @@
+"""The shell of a role at its end."""
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from common.engine.plan import StepPlan, StepResult
+from common.ids import RouterId
+from common.worker.events import RunStep
+from common.worker.role import RoleShell
+
+
+class EagerCore:
+    """Plans a step at every event, whatever has ended around it."""
+
+    def __init__(self) -> None:
+        self.num_events = 0
+
+    def handle(self, event: Any, now_s: float) -> Sequence[Any]:
+        self.num_events += 1
+        return [RunStep(StepPlan(self.num_events, ()))]
+
+    def next_deadline_s(self) -> float | None:
+        return None
+
+
+class Runner:
+    def __init__(self) -> None:
+        self.step_ids: list[int] = []
+
+    def run(self, plan: StepPlan, layer_hook: object = None) -> StepResult:
+        self.step_ids.append(plan.step_id)
+        return StepResult(plan.step_id, (), 0.0)
+
+
+class NoSessions:
+    is_quiet = True
+
+    async def close(self) -> None: ...
+
+
+async def test_a_step_that_is_planned_after_the_end_is_dropped_without_a_failure() -> None:
+    """As after a freeze: the old life is closed, and what was on its way to it still comes."""
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    runner, core = Runner(), EagerCore()
+    metrics = SimpleNamespace(observe=lambda *_: None)
+    around: Any = SimpleNamespace(loaded=SimpleNamespace(runner=runner), metrics=metrics)
+    pool: Any = None
+    shell = RoleShell(around, pool, core, lambda post: NoSessions())  # type: ignore[arg-type]
+    await shell.close()
+    shell.on_router_lost(RouterId("r0"))
+    assert await shell.is_quiet(60)
+    assert core.num_events == 1
+    assert runner.step_ids == []
+    assert not shell.failed.done()
+    assert faults == []
