@@ -71,6 +71,12 @@ class Deployment:
     def start_controller(self, *options: str) -> "subprocess.Popen[bytes]":
         return self._start("deploy", "--ray-address", self.ray.address, *options)
 
+    def next_controller(self, num_workers: int) -> None:
+        """Start one and wait until it has the workers in hand: what it says in Redis may be its predecessor's word."""
+        num_ready = self.log().count(": ready after ") + num_workers
+        self.controller = self.start_controller()
+        until(lambda: self.log().count(": ready after ") >= num_ready)
+
     def end_controller(self, number: signal.Signals) -> int:
         self.controller.send_signal(number)
         return self.controller.wait(LIMIT_S)
@@ -113,10 +119,8 @@ def deployment(ray: RayCluster, box: RedisBox, tmp_path: Path) -> Iterator[Deplo
     deployment = Deployment(ray, box.url, tmp_path)
     try:
         yield deployment
-    except BaseException:
-        print(deployment.log()[-6000:])
-        raise
     finally:
+        print(deployment.log()[-6000:])
         deployment.close()
 
 
@@ -149,8 +153,7 @@ def test_workers_outlive_the_controller_and_the_next_one_goes_on_with_them(
     deployment.end_controller(signal.SIGKILL)
     assert deployment.answers()
 
-    deployment.controller = deployment.start_controller()
-    until(lambda: deployment.state()["pools"] is not None)
+    deployment.next_controller(2)
     scaled = deployment.pdserve("scale", "decode=2")
     assert scaled.returncode == 0, scaled.stderr
     assert deployment.pids("prefill") == prefill
@@ -165,7 +168,7 @@ def test_workers_outlive_the_controller_and_the_next_one_goes_on_with_them(
     assert "no pool controller runs" in refused.stderr
 
     decode = deployment.pids("decode")
-    deployment.controller = deployment.start_controller()
+    deployment.next_controller(3)
     until(lambda: pool(deployment, "decode").get("ready") == 2)
     assert deployment.pids("decode") == decode
     victim = min(decode)
@@ -190,7 +193,7 @@ def check_a_role_change(deployment: Deployment) -> None:
     moved = deployment.pdserve("scale", "--prefill", "2", "--decode", "1")
     assert moved.returncode == 0, moved.stderr
     deployment.end_controller(signal.SIGKILL)
-    deployment.controller = deployment.start_controller()
+    deployment.next_controller(3)
     until(lambda: (pool(deployment, "prefill").get("ready"), pool(deployment, "decode").get("ready")) == (2, 1))
     assert deployment.pids("prefill") | deployment.pids("decode") == everybody
     moved = deployment.pdserve("scale", "--prefill", "1", "--decode", "2")
