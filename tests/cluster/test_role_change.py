@@ -66,7 +66,7 @@ def metrics_of(pid: int) -> dict[str, float]:
         if listening.status != psutil.CONN_LISTEN:
             continue
         try:
-            text = httpx.get(f"http://127.0.0.1:{listening.laddr.port}/metrics", timeout=60).text
+            text = httpx.get(f"http://127.0.0.1:{listening.laddr.port}/metrics", timeout=10).text
         except httpx.HTTPError:
             continue
         if "pdserve_model_loads_total" in text:
