@@ -70,6 +70,9 @@ class WorkerSettings(BaseModel):
     max_num_seqs: int = Field(32, ge=1, description="sequences in one decode step")
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one step (chunk size)")
     max_num_waiting: int = Field(256, ge=0, description="requests a worker queues before it refuses")
+    gap_budget_s: float = Field(
+        0.05, ge=0, description="a decode step takes no more prompt tokens than end within it; 0 = as many as fit"
+    )
     num_threads: int = Field(0, ge=0, description="compute threads; 0 = torch's choice")
     transport: Transport = "gloo"
     digest: bool = Field(True, description="seal every KV chunk with AES-GCM; none with nccl")
@@ -111,6 +114,12 @@ class RouterSettings(BaseModel):
     # Up to 64 tokens no running stream waited longer than when the KV was shipped (the first token came sooner or
     # later by turns); from 128 on the streams paid (`tests/bench/local_prefill.py`, demo model on 2 cores, 2026-11-29).
     local_prefill_max_tokens: int = Field(64, ge=0, description="uncached tokens a decode worker prefills itself")
+    balance_prefill_max_tokens: int = Field(
+        512,
+        ge=0,
+        description="uncached tokens a decode worker prefills itself while prefill workers would take longer;"
+        " needs local_prefill_max_tokens > 0",
+    )
     max_num_queued: int = Field(256, ge=0, description="requests without a grant before new ones are refused")
     default_deadline_s: float = Field(600.0, gt=0)
     max_retries: int = Field(3, ge=0, description="replacements of a lost worker per request")

@@ -17,7 +17,6 @@ from common.core_loop import Core
 from common.deadlines import Deadlines, earliest
 from common.draining import Draining
 from common.engine.plan import SequenceResult, StepResult
-from common.engine.step_rate import StepRate
 from common.errors import InvalidTransition
 from common.ids import AttemptId, RouterId
 from common.kv.block_pool import BlockPool, RefKind
@@ -94,8 +93,6 @@ class DecodeCore:
         self._unstarted: list[Attempt] = []  # READY and in no step yet
         self._deadlines: Deadlines[AttemptId] = Deadlines()
         self._num_attempts = 0
-        self._num_prefill_tokens = 0  # of the running step
-        self._rate = StepRate()
         self._draining = Draining()
         self._effects: list[DecodeEffect] = []
         self._history: deque[str] = deque(maxlen=32)
@@ -137,9 +134,8 @@ class DecodeCore:
     def stats(self, now_s: float) -> WorkerStats:
         """What routers are told; reads only."""
         num_held = sum(attempt.phase is AttemptPhase.RESERVED for attempt in self._attempts.values())
-        return worker_stats(
-            self._pool.stats(), self._scheduler, self._rate, num_held, is_draining=self._draining.is_requested
-        )
+        is_draining = self._draining.is_requested
+        return worker_stats(self._pool.stats(), self._scheduler, num_held, is_draining=is_draining)
 
     def holdings(self, now_s: float) -> list[Holding]:
         """Who holds blocks, for an audit; reads only."""
@@ -274,10 +270,8 @@ class DecodeCore:
 
     def _start_step(self) -> None:
         plan = self._scheduler.schedule()
-        if plan is None:
-            return
-        self._num_prefill_tokens = sum(s.num_scheduled for s in self._scheduler.in_step if not s.is_decoding)
-        self._effects.append(RunStep(plan))
+        if plan is not None:
+            self._effects.append(RunStep(plan))
 
     def _tell_started(self, now_s: float) -> None:
         """Attempts that joined the batch, or ended before they needed to: now their queueing time is known."""
@@ -294,10 +288,9 @@ class DecodeCore:
 
     def _on_step_finished(self, result: StepResult, now_s: float) -> None:
         self._check_step(result.step_id)
-        self._rate.add(self._num_prefill_tokens, result.duration_s)
         rows = {row.sequence_id: row for row in result.results}
         untrusted = {row.sequence_id for row in result.results if row.error is not None}
-        for sequence in self._scheduler.finish_step(untrusted):
+        for sequence in self._scheduler.finish_step(untrusted, result.duration_s):
             row = rows.get(sequence.sequence_id)
             if row is not None and sequence.phase is not SequencePhase.ENDED:
                 self._on_row(self._attempts[sequence.work.attempt_id], sequence, row, now_s)

@@ -6,7 +6,7 @@ Owns the sequences' places (waiting, running) and their references on blocks. Pe
 2. Every running sequence that needs one token gets it, by rank. When it starts a new block, or writes the shared last
    block of a forked prompt, it needs a block; when none is available the youngest sequence with blocks is preempted,
    never an older one and never a reservation. Without a victim it sits out the step.
-3. What is left of the token budget goes to prefill chunks, by rank.
+3. What is left of the token budget goes to prefill chunks, by rank, and no more than `Pace` grants beside the streams.
 
 Progress: the oldest running sequence can take every block but the reserved ones, and reservations end by themselves.
 """
@@ -19,6 +19,7 @@ from common.engine.plan import StepPlan
 from common.hashing import extend_block_hashes
 from common.ids import BlockHash
 from common.kv.block_pool import BlockPool, RefKind
+from decode_worker.pace import Pace
 from decode_worker.sequence import Rank, Sequence, SequencePhase
 
 # Share of the pool that newcomers leave free, so that running sequences can grow without preempting at once.
@@ -27,16 +28,18 @@ WATERMARK = 0.01
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """Bounds of one step (tokens, sequences), of the queue, and of an idle reservation."""
+    """Bounds of one step (tokens, sequences, gaps of its streams), of the queue, and of an idle reservation."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_num_waiting: int
     reservation_timeout_s: float = 120.0
+    gap_budget_s: float = 0.0
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Self:
-        return cls(config.max_num_batched_tokens, config.max_num_seqs, config.max_num_waiting)
+        bounds = config.max_num_batched_tokens, config.max_num_seqs, config.max_num_waiting
+        return cls(*bounds, gap_budget_s=config.gap_budget_s)
 
 
 class DecodeScheduler:
@@ -45,6 +48,7 @@ class DecodeScheduler:
     def __init__(self, pool: BlockPool, limits: DecodeLimits) -> None:
         self._pool = pool
         self._limits = limits
+        self.pace = Pace(limits.gap_budget_s, limits.max_num_batched_tokens)
         # Never more sequences than tokens in a step: so a prefill chunk always finds room beside the decoding ones.
         self._max_num_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._waiting: list[Sequence] = []
@@ -71,6 +75,11 @@ class DecodeScheduler:
     def step_id(self) -> int | None:
         """The running step, or None between steps."""
         return self._num_steps if self._in_step else None
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """How fast a prompt would be computed beside what runs now; 0.0 until one was."""
+        return self.pace.prefill_tokens_per_s(sum(sequence.is_decoding for sequence in self._running))
 
     @property
     def is_short_of_blocks(self) -> bool:
@@ -146,12 +155,14 @@ class DecodeScheduler:
         copies, self._copies = tuple(self._copies), []
         return StepPlan(self._num_steps, tuple(sequence.scheduled() for sequence in self._in_step), copies)
 
-    def finish_step(self, untrusted: set[int]) -> list[Sequence]:
+    def finish_step(self, untrusted: set[int], duration_s: float) -> list[Sequence]:
         """The step's tokens are computed; its sequences that have not ended meanwhile.
 
         Full blocks become findable, except those of the `untrusted` sequence ids: nothing of theirs is used again.
         """
         in_step, self._in_step = self._in_step, []
+        prefills = [sequence.num_scheduled for sequence in in_step if not sequence.is_decoding]
+        self.pace.add(sum(prefills), len(in_step) - len(prefills), duration_s)
         for sequence in in_step:
             start = sequence.num_computed
             sequence.num_computed += sequence.num_scheduled
@@ -178,6 +189,7 @@ class DecodeScheduler:
         for sequence in tuple(self._running):
             if sequence.phase is SequencePhase.RUNNING and sequence.is_decoding and self._can_write(sequence):
                 budget -= self._take(sequence, budget)
+        budget = min(budget, self.pace.chunk_tokens(len(self._in_step)))
         for sequence in self._running:
             if not sequence.is_decoding and budget > 0:
                 budget -= self._take(sequence, budget)

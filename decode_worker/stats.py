@@ -1,13 +1,12 @@
 """What a decode worker tells routers about itself. Pure: reads only."""
 
-from common.engine.step_rate import StepRate
 from common.kv.block_pool import PoolStats
 from common.messages import WorkerState, WorkerStats
 from decode_worker.scheduler import DecodeScheduler
 
 
 def worker_stats(
-    pool: PoolStats, scheduler: DecodeScheduler, rate: StepRate, num_held_attempts: int, *, is_draining: bool
+    pool: PoolStats, scheduler: DecodeScheduler, num_held_attempts: int, *, is_draining: bool
 ) -> WorkerStats:
     """`num_waiting_uncached_tokens`: what local prefills and preempted sequences still have to compute."""
     placed = (*scheduler.waiting, *scheduler.running)
@@ -20,8 +19,8 @@ def worker_stats(
         kv_blocks_cached=pool.cached,
         kv_blocks_free=pool.free,
         kv_blocks_held=pool.held,
-        prefill_tokens_per_s=rate.tokens_per_s,
-        step_s=rate.step_s,
+        prefill_tokens_per_s=scheduler.prefill_tokens_per_s,
+        step_s=scheduler.pace.step_s,
         num_preemptions=scheduler.num_preemptions,
         num_held_attempts=num_held_attempts,
     )

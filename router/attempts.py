@@ -65,10 +65,12 @@ class Attempts:
         attempt.first_missing_token, attempt.is_local = message.first_missing_token, message.is_local
         self._ledger.may_place = True
         if message.is_local:
+            worker.tokens_placed(attempt.attempt_id)
             attempt.phase = Phase.LOCAL
             request.dispatched(attempt, now_s)
             self._dispatch.accept(request, worker, worker, message.first_missing_token)
         else:
+            worker.tokens_computed(attempt.attempt_id)
             attempt.phase = Phase.GRANTED
             self._ledger.granted.add(request, attempt)
 
@@ -78,6 +80,7 @@ class Attempts:
             return
         request, attempt = found
         request.note_report(message)
+        worker.tokens_computed(attempt.attempt_id)
         if attempt.prefill is not None and not message.is_local:
             self._ledger.emit(NoteHandoff(attempt.prefill, worker.ref, message.num_bytes))
         self._decoding(attempt)

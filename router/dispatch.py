@@ -20,7 +20,7 @@ class Dispatch:
     def __init__(self, ledger: Ledger, limits: RouterLimits) -> None:
         self._ledger = ledger
         self._limits = limits
-        self._placement = Placement(ledger.pool, limits.local_prefill_max_tokens)
+        self._placement = Placement(ledger.pool, limits.local_prefill_max_tokens, limits.balance_prefill_max_tokens)
         self._pair_seen_s = float("-inf")
 
     # ---- look-up ------------------------------------------------------------------------------------
@@ -109,10 +109,23 @@ class Dispatch:
         request.note_decision(decision)
         attempt.decode, attempt.phase = worker.ref, Phase.RESERVING
         attempt.pairing = worker.info.pairing
-        worker.place(attempt.attempt_id, now_s, blocks=self._placement.num_blocks(attempt, worker))
-        reserve = Reserve(request.work(attempt, now_s), self._placement.local_max(request))
-        self._ledger.emit(SendToWorker(worker.ref, reserve))
+        num_missing = self._placement.num_missing(attempt, worker)
+        local_max = self._local_max(request, attempt, worker, now_s)
+        here, there = (num_missing, 0) if num_missing <= local_max else (0, num_missing)
+        num_blocks = self._placement.num_blocks(attempt, worker)
+        worker.place(attempt.attempt_id, now_s, tokens=here, blocks=num_blocks, unplaced_tokens=there)
+        self._ledger.emit(SendToWorker(worker.ref, Reserve(request.work(attempt, now_s), local_max)))
         return True
+
+    def _local_max(self, request: Request, attempt: Attempt, decode: Worker, now_s: float) -> int:
+        """How many uncached tokens the decode worker may prefill by itself: little, or what it does sooner."""
+        decision = self._placement.choose_prefiller(request, attempt, decode, now_s)
+        if decision is None:
+            return self._placement.local_max(request)
+        request.note_decision(decision)
+        if decision.chosen != len(decision.candidates) - 1:
+            return self._placement.local_max(request)
+        return self._limits.balance_prefill_max_tokens
 
     def _try_prefill(self, request: Request, attempt: Attempt, now_s: float) -> None:
         decision = self._placement.choose_prefill(request, attempt, now_s)
@@ -126,6 +139,7 @@ class Dispatch:
         request.note_decision(decision)
         attempt.prefill, attempt.phase = worker.ref, Phase.PREFILLING
         attempt.prefill_try += 1
+        decode.tokens_placed(attempt.attempt_id)
         promised = attempt.promised(worker.ref)
         worker.place(attempt.attempt_id, now_s, tokens=len(attempt.token_ids) - promised)
         request.dispatched(attempt, now_s)

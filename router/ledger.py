@@ -161,6 +161,7 @@ class Ledger:
         for worker in self.pool:
             assert worker.tokens.own == sum(share.tokens for share in worker.shares.values())
             assert worker.blocks.own == sum(share.blocks for share in worker.shares.values())
+            assert worker.unplaced_tokens == sum(share.unplaced_tokens for share in worker.shares.values())
             assert worker.sequences.own == len(worker.shares)
             assert worker.info.role is Role.DECODE or worker.blocks.own == 0
 

@@ -18,6 +18,7 @@ class Placement:
 
     pool: WorkerPool
     local_prefill_max_tokens: int
+    balance_prefill_max_tokens: int = 0
     num_decisions: int = 0
 
     def choose_decode(self, request: Request, attempt: Attempt, now_s: float) -> Decision:
@@ -37,6 +38,28 @@ class Placement:
             if worker.info.role is Role.PREFILL
         )
         return _decide(Role.PREFILL, attempt, candidates, now_s)
+
+    def choose_prefiller(self, request: Request, attempt: Attempt, decode: Worker, now_s: float) -> Decision | None:
+        """Who is to compute the prompt, if that may be the decode worker it goes to: the last candidate.
+
+        None = that is settled: few tokens are missing, too many, or the client has said who.
+        """
+        num_missing = self.num_missing(attempt, decode)
+        is_settled = request.spec.force_colocated or request.spec.prefill_worker_id
+        if is_settled or not self.local_prefill_max_tokens < num_missing <= self.balance_prefill_max_tokens:
+            return None
+        workers = [worker for worker in self.pool if worker.info.role is Role.PREFILL]
+        num_unplaced = sum(worker.unplaced_tokens for worker in self.pool) // max(1, len(workers))
+        there = [self._prefill_candidate(request, attempt, worker, now_s, num_unplaced) for worker in workers]
+        speed = decode.stats.prefill_tokens_per_s or max((w.stats.prefill_tokens_per_s for w in workers), default=0.0)
+        here = Candidate(
+            worker_id=decode.info.ref.worker_id,
+            cost=policy.prefill_cost_s(decode.tokens.value, num_missing, speed),
+            load=policy.prefill_cost_s(decode.tokens.value, 0, speed),
+            num_cached_tokens=attempt.promised(decode.ref),
+        )
+        chosen, why = policy.choose_prefiller(there, here)
+        return Decision(Role.PREFILL, attempt.attempt_id.attempt, now_s, (*there, here), chosen, why)
 
     def take(self, decision: Decision, now_s: float) -> Worker:
         """The chosen worker, marked as chosen."""
@@ -62,6 +85,10 @@ class Placement:
             return len(request.spec.token_ids) + request.num_completion_tokens
         return self.local_prefill_max_tokens
 
+    def num_missing(self, attempt: Attempt, decode: Worker) -> int:
+        """Tokens that a decode worker lacks, as far as the index knows."""
+        return len(attempt.token_ids) - attempt.promised(decode.ref)
+
     def num_blocks(self, attempt: Attempt, worker: Worker) -> int:
         """Blocks that the attempt would newly take on a decode worker, as far as the index knows."""
         block_size = worker.info.block_size
@@ -81,13 +108,16 @@ class Placement:
             refusal=self._decode_refusal(request, attempt, worker, now_s),
         )
 
-    def _prefill_candidate(self, request: Request, attempt: Attempt, worker: Worker, now_s: float) -> Candidate:
-        num_cached = attempt.promised(worker.ref)
+    def _prefill_candidate(
+        self, request: Request, attempt: Attempt, worker: Worker, now_s: float, num_unplaced: int = 0
+    ) -> Candidate:
+        """`num_unplaced`: tokens that will come to the worker, and have not been placed there."""
+        num_cached, num_waiting = attempt.promised(worker.ref), worker.tokens.value + num_unplaced
         num_uncached, speed = len(attempt.token_ids) - num_cached, worker.stats.prefill_tokens_per_s
         return Candidate(
             worker_id=worker.info.ref.worker_id,
-            cost=policy.prefill_cost_s(worker.tokens.value, num_uncached, speed),
-            load=policy.prefill_cost_s(worker.tokens.value, 0, speed),
+            cost=policy.prefill_cost_s(num_waiting, num_uncached, speed),
+            load=policy.prefill_cost_s(num_waiting, 0, speed),
             num_cached_tokens=num_cached,
             recent_placements=_recent(worker, now_s),
             last_chosen=worker.last_chosen,
@@ -123,8 +153,7 @@ class Placement:
             return "is not the one asked for"
         if request.pairing not in (None, worker.info.pairing):
             return "has other weights than those that the answer began with"
-        num_missing = len(attempt.token_ids) - attempt.promised(worker.ref)
-        if num_missing > self.local_max(request) and not self._partners(request, worker):
+        if self.num_missing(attempt, worker) > self.local_max(request) and not self._partners(request, worker):
             return "has no prefill worker to pair with"
         return ""
 

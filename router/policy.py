@@ -8,6 +8,9 @@ Decode: how much of the worker the request would find taken, plus what it would 
 
     cost = occupied blocks / blocks + sequences / max sequences + MISSING_WEIGHT * missing tokens / tokens
 
+A prompt that only a decode worker has been chosen for may be computed there as well, when that takes clearly less time
+than any prefill worker would need: `choose_prefiller`. What prompts wait where is counted in both.
+
 The cheapest wins; near ties go to the worker that was chosen longest ago. A worker whose share of the recent
 placements is over its bound yields to the others, as long as they are not busy: a prefix that everybody asks for
 then spreads, instead of pulling all requests to its first owner.
@@ -32,6 +35,10 @@ MIN_RECENT_PLACEMENTS = 8.0
 RECENT_HALF_LIFE_S = 10.0
 # A worker with more load than this does not relieve a hot one: seconds of waiting prefill, taken share of decode.
 MAX_RELIEF_LOAD = {Role.PREFILL: 1.0, Role.DECODE: 1.0}
+
+
+# A decode worker prefills only when a prefill worker would take this many times as long: it has streams to keep up.
+MIN_GAIN = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,17 @@ class Decision:
 def prefill_cost_s(num_waiting_tokens: int, num_uncached_tokens: int, tokens_per_s: float) -> float:
     """Seconds until a prompt with so many uncached tokens would be computed."""
     return (num_waiting_tokens + num_uncached_tokens) / (tokens_per_s or DEFAULT_TOKENS_PER_S)
+
+
+def choose_prefiller(there: Sequence[Candidate], here: Candidate) -> tuple[int, str]:
+    """Index in `(*there, here)` of who computes a prompt: a prefill worker, or the decode worker that has it anyway."""
+    open_idx = [idx for idx, candidate in enumerate(there) if not candidate.refusal]
+    if not open_idx:
+        return len(there), "no prefill worker takes it now"
+    cheapest = min(open_idx, key=lambda idx: there[idx].cost)
+    if here.cost * MIN_GAIN < there[cheapest].cost:
+        return len(there), "sooner than a prefill worker"
+    return cheapest, "sooner than the decode worker, or nearly"
 
 
 def decode_load(num_occupied_blocks: int, num_blocks: int, num_sequences: int, max_num_seqs: int) -> float:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.ids import RequestId
-from router.generation import Failed, Finished, GenerationEvent, Tokens
+from router.generation import Accepted, Failed, Finished, GenerationEvent, Tokens
 
 _PHASES = ("route", "prefill_queue", "prefill", "kv_exposed", "decode_queue", "decode")
 
@@ -51,6 +51,9 @@ class RequestMetrics:
     def delivered(self, request_id: RequestId, event: GenerationEvent, now_s: float) -> None:
         """Account for one event; the last one ends the request."""
         match event:
+            case Accepted(prefill_worker_id, decode_worker_id):
+                is_local = prefill_worker_id == decode_worker_id
+                self._metrics.inc("pdserve_prefills", worker_role="decode" if is_local else "prefill")
             case Tokens(tokens):
                 self._tokens(self._progress[request_id], len(tokens), now_s)
                 for token in tokens:

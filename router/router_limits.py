@@ -11,6 +11,7 @@ class RouterLimits:
 
     local_prefill_max_tokens: int = 0
     max_num_queued: int = 256
+    balance_prefill_max_tokens: int = 0
     max_retries: int = 3
     num_kept_requests: int = 1000
     worker_silence_s: float = 4.0
@@ -27,6 +28,7 @@ class RouterLimits:
     def of(cls, config: RouterConfig) -> "RouterLimits":
         return cls(
             local_prefill_max_tokens=config.local_prefill_max_tokens,
+            balance_prefill_max_tokens=config.balance_prefill_max_tokens if config.local_prefill_max_tokens else 0,
             max_num_queued=config.max_num_queued,
             max_retries=config.max_retries,
             num_kept_requests=config.keep_requests,

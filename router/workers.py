@@ -39,8 +39,9 @@ class Share:
     """What one attempt of ours takes of a worker."""
 
     placed_s: float
-    tokens: int  # still to be computed by a prefill worker
+    tokens: int  # that it still has to compute
     blocks: int  # of a decode worker
+    unplaced_tokens: int  # of a decode worker: that some prefill worker will have to compute
 
 
 @dataclass(slots=True)
@@ -56,6 +57,7 @@ class Worker:
     tokens: Load = field(default_factory=Load)
     blocks: Load = field(default_factory=Load)
     sequences: Load = field(default_factory=Load)
+    unplaced_tokens: int = 0  # of all shares
     shares: dict[AttemptId, Share] = field(default_factory=dict)
     num_refusals: int = 0  # since it last took something
     refused_s: float = float("-inf")  # when it last did
@@ -85,20 +87,30 @@ class Worker:
             return WorkerState.DRAINING
         return self.stats.state
 
-    def place(self, attempt_id: AttemptId, now_s: float, *, tokens: int = 0, blocks: int = 0) -> None:
+    def place(
+        self, attempt_id: AttemptId, now_s: float, *, tokens: int = 0, blocks: int = 0, unplaced_tokens: int = 0
+    ) -> None:
         assert attempt_id not in self.shares, f"{attempt_id} is on {self.ref} already"
-        self.shares[attempt_id] = Share(now_s, tokens, blocks)
+        self.shares[attempt_id] = Share(now_s, tokens, blocks, unplaced_tokens)
+        self.unplaced_tokens += unplaced_tokens
         self.tokens.add(tokens)
         self.blocks.add(blocks)
         self.sequences.add(1)
 
     def tokens_computed(self, attempt_id: AttemptId) -> None:
-        """The prompt of an attempt is computed, though the worker still holds it for the handoff."""
+        """The prompt of an attempt is computed, or not to be computed here; the worker holds it all the same."""
         share = self.shares[attempt_id]
         self.tokens.add(-share.tokens)
         share.tokens = 0
 
+    def tokens_placed(self, attempt_id: AttemptId) -> None:
+        """Somebody computes the prompt now."""
+        share = self.shares[attempt_id]
+        self.unplaced_tokens -= share.unplaced_tokens
+        share.unplaced_tokens = 0
+
     def release(self, attempt_id: AttemptId) -> None:
+        self.tokens_placed(attempt_id)
         share = self.shares.pop(attempt_id)
         self.tokens.add(-share.tokens)
         self.blocks.add(-share.blocks)

@@ -51,6 +51,7 @@ METRICS: tuple[Spec, ...] = (
         ("finished_reason",),
         alias="vllm:request_success",
     ),
+    Spec("pdserve_prefills", "counter", "Prompts placed, by the role of who computes them", ("worker_role",)),
     Spec("pdserve_prompt_tokens", "counter", "Prompt tokens of finished requests", alias="vllm:prompt_tokens"),
     Spec("pdserve_generation_tokens", "counter", "Tokens delivered", alias="vllm:generation_tokens"),
     Spec("pdserve_prompt_tokens_cached", "counter", "Prompt tokens that nobody had to compute"),

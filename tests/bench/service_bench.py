@@ -49,7 +49,8 @@ def run(with_peers: bool = False) -> Rows:
     path = fetch_demo_model(print)
     with ExitStack() as stack:
         sides = {"ours": stack.enter_context(running_cluster(path)).url}
-        both = {"num_threads": os.cpu_count() or 2}  # the prefill worker is there and gets nothing to do
+        # The prefill worker is there and gets nothing to do; steps are as large as those of others.
+        both = {"num_threads": os.cpu_count() or 2, "gap_budget_s": 0.0}
         local = {"router": {"local_prefill_max_tokens": 100_000}, "decode_worker": both}
         one = stack.enter_context(running_cluster(path, config=local))
         sides["one process"] = one.url

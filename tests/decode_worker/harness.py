@@ -1,6 +1,7 @@
 """A decode core with a scripted receiver and hand-driven steps. Checks every invariant after every event."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from common.ids import AttemptId, RouterId, TransferId, WorkerRef
 from common.kv.block_pool import BlockPool
@@ -84,11 +85,12 @@ class Bench(CoreBench[DecodeEffect]):
         max_num_seqs: int = 8,
         max_num_waiting: int = 8,
         reservation_timeout_s: float = 30.0,
+        gap_budget_s: float = 0.0,
         pool: BlockPool | None = None,
     ) -> None:
         pool = pool or BlockPool(num_blocks, block_size)
         self.receiver = ScriptedReceiver()
-        limits = DecodeLimits(budget, max_num_seqs, max_num_waiting, reservation_timeout_s)
+        limits = DecodeLimits(budget, max_num_seqs, max_num_waiting, reservation_timeout_s, gap_budget_s)
         self.core = DecodeCore(pool, self.receiver, limits, {"model": "m"})
         super().__init__(self.core, pool)
 
@@ -120,7 +122,8 @@ class Bench(CoreBench[DecodeEffect]):
         self.deliver(work)
 
     def step(self, seconds: float = 0.01) -> list[DecodeEffect]:
-        return self.handle(StepFinished(self.runner.run(self._take_plan(seconds))))
+        result = self.runner.run(self._take_plan(seconds))
+        return self.handle(StepFinished(replace(result, duration_s=seconds)))
 
     # ---- what came out ------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.messages import FirstTokens, Granted, Prefill, Reserve, Role
 from common.request import FinishReason
@@ -131,3 +133,24 @@ def test_decode_prefers_the_cached_prefix_between_equal_loads_and_the_free_worke
     driver.stats("d1", kv_blocks_used=60, kv_blocks_free=4, num_running=7)
     driver.submit(request("b", num_tokens=80))
     assert len(driver.take("d0")) == 1
+
+
+def test_decode_worker_prefills_when_that_is_clearly_sooner_or_nobody_else_can() -> None:
+    there = candidates(p0=0.9, p1=0.6)
+    assert policy.choose_prefiller(there, Candidate("d0", cost=0.1)) == (2, "sooner than a prefill worker")
+    assert policy.choose_prefiller(there, Candidate("d0", cost=0.5))[0] == 1
+    there[1] = replace(there[1], refusal="has refused lately")
+    assert policy.choose_prefiller(there, Candidate("d0", cost=0.5))[0] == 2
+    assert policy.choose_prefiller([replace(c, refusal="full") for c in there], Candidate("d0", cost=99.0))[0] == 2
+
+
+@given(
+    there=st.lists(st.floats(0.0, 1e3), min_size=1, max_size=5), here=st.floats(0.0, 1e3), shorter=st.floats(0.0, 1.0)
+)
+def test_a_prompt_never_waits_longer_for_being_balanced(there: list[float], here: float, shorter: float) -> None:
+    """Whoever is chosen needs no longer than the best prefill worker; less work here never sends a prompt away."""
+    few = [Candidate(f"p{idx}", cost=cost) for idx, cost in enumerate(there)]
+    chosen, _ = policy.choose_prefiller(few, Candidate("d0", cost=here))
+    assert (*there, here)[chosen] <= min(there)
+    if chosen == len(there):
+        assert policy.choose_prefiller(few, Candidate("d0", cost=here * shorter))[0] == len(there)

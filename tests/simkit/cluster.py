@@ -53,6 +53,7 @@ class Shape:
     decode_block_size: int = 8
     local_prefill_max_tokens: int = 0
     max_num_queued: int = 64
+    balance_prefill_max_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -174,7 +175,8 @@ class SimCluster:
 
     def _new_router(self) -> Node:
         self._lives += 1
-        limits = RouterLimits(self.shape.local_prefill_max_tokens, self.shape.max_num_queued)
+        shape = self.shape
+        limits = RouterLimits(shape.local_prefill_max_tokens, shape.max_num_queued, shape.balance_prefill_max_tokens)
         self.router_id = RouterId("router" if self.rng.random() < 0.5 else f"router{self._lives}")
         router = Node("router", RouterCore(limits), self.time, self.rng.uniform(0.0, 1e4))
         router.perform = lambda effect: self._perform_router(router, effect)

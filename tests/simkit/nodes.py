@@ -128,7 +128,7 @@ class SimWorker(Node):
             core = PrefillCore(self.pool, self.transfers, PrefillLimits(24, 4, 16), fields, NUM_LAYERS)
         else:
             self.transfers = ReceiverCore(planner, 1024, LINK_TIMEOUT_S)
-            core = DecodeCore(self.pool, self.transfers, DecodeLimits(24, 6, 16, 15.0), fields)
+            core = DecodeCore(self.pool, self.transfers, DecodeLimits(24, 6, 16, 15.0, gap_budget_s=0.02), fields)
         super().__init__(str(ref), core, time, rng.uniform(0.0, 1e4))
         self.info = WorkerInfo(
             ref=ref,

@@ -1,7 +1,7 @@
 """What one simulated run is going to do, drawn from its seed before it starts: so that parts of it can be left out."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.ids import RequestId
 from common.request import SamplingParams
@@ -86,7 +86,7 @@ def canary(seed: int, idx: int, shape: Shape) -> GenerationRequest:
 
 
 def _shape(rng: random.Random) -> Shape:
-    return Shape(
+    shape = Shape(
         num_prefill=rng.randint(1, 3),
         num_decode=rng.randint(1, 3),
         prefill_blocks=rng.choice((24, 40, 96)),
@@ -95,6 +95,7 @@ def _shape(rng: random.Random) -> Shape:
         decode_block_size=rng.choice((4, 8)),
         local_prefill_max_tokens=rng.choice((0, 0, 8, 1000)),
     )
+    return replace(shape, balance_prefill_max_tokens=24 if shape.local_prefill_max_tokens == 8 else 0)
 
 
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:

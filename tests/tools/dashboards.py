@@ -49,6 +49,12 @@ OVERVIEW = (
         ),
     ),
     Panel(
+        "Prefills",
+        "short",
+        ((rate("pdserve_prefills_total", "worker_role"), "{{worker_role}}"),),
+        "Per second, by who computes the prompt: decode workers do when prefill workers would take longer.",
+    ),
+    Panel(
         "Tokens",
         "short",
         (
