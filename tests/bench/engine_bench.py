@@ -108,7 +108,7 @@ def _measure_dtype(
         hf = HfPeer(checkpoint.path, dtype, num_threads) if with_hf and hf_python() is not None else None
         for work in WORKS:
             sides = _sides(work, runners, plain) | ({"transformers": hf.timer(work)} if hf else {})
-            seconds = _by_turns(sides, num_threads, 2 if work.batch * work.new > 600 else 7)
+            seconds = by_turns(sides, num_threads, 2 if work.batch * work.new > 600 else 7)
             rows.append(_row(work, dtype, num_threads, seconds, _floor(work, machine, checkpoint, dtype)))
         if hf:
             hf.close()
@@ -134,7 +134,7 @@ def discard(_: object) -> None:
     """The side was run here: its caller took the time."""
 
 
-def _by_turns(sides: Mapping[str, Callable[[], float | None]], num_threads: int, num_rounds: int) -> dict[str, float]:
+def by_turns(sides: Mapping[str, Callable[[], float | None]], num_threads: int, num_rounds: int) -> dict[str, float]:
     """Median seconds of each side; the first round warms up, where there are more than two."""
     clock = _clock(num_threads)
     times: dict[str, list[float]] = {name: [] for name in sides}

@@ -7,6 +7,8 @@ from common.checkpoint import Checkpoint
 from common.model.rope import cos_sin_table
 from common.model.weights import load_tensors
 
+Cache = list[tuple[torch.Tensor, torch.Tensor]]
+
 
 class PlainLoop:
     """`context` tokens of every sequence are cached; `decode` adds one, `prefill` starts from nothing."""
@@ -16,36 +18,46 @@ class PlainLoop:
         self._weights = dict(load_tensors(checkpoint, dtype))
         self._cos_sin = cos_sin_table(self._spec).to(dtype)
 
+    def compile(self) -> None:
+        """The whole pass through `torch.compile`, at its first use and again for every new shape."""
+        self._forward = torch.compile(self._forward, dynamic=False)  # type: ignore[method-assign]
+
     @torch.inference_mode()
     def prefill(self, batch: int, num_tokens: int) -> None:
         kv = self.new_cache(batch, num_tokens)
         self._forward(torch.full((batch, num_tokens), 17), kv, 0).argmax(-1)
 
     @torch.inference_mode()
-    def decode(self, kv: torch.Tensor) -> None:
+    def decode(self, kv: Cache) -> None:
         """One greedy step; the last slot of the cache is the new token's."""
-        self._forward(torch.full((kv.shape[2], 1), 17), kv, kv.shape[4] - 1).argmax(-1)
+        batch, _, num_tokens, _ = kv[0][0].shape
+        self._forward(torch.full((batch, 1), 17), kv, num_tokens - 1).argmax(-1)
 
-    def new_cache(self, batch: int, num_tokens: int) -> torch.Tensor:
-        """[num_layers, 2, batch, num_kv_heads, num_tokens, head_dim]"""
-        spec = self._spec
-        shape = (spec.num_layers, 2, batch, spec.num_kv_heads, num_tokens, spec.head_dim)
-        return torch.zeros(shape, dtype=self._cos_sin.dtype)
+    def new_cache(self, batch: int, num_tokens: int) -> Cache:
+        """Keys and values of each layer: [batch, num_kv_heads, num_tokens, head_dim]"""
+        shape = (batch, self._spec.num_kv_heads, num_tokens, self._spec.head_dim)
+        dtype = self._cos_sin.dtype
+        return [
+            (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(self._spec.num_layers)
+        ]
 
-    def _forward(self, token_ids: torch.Tensor, kv: torch.Tensor, start: int) -> torch.Tensor:
+    def _forward(self, token_ids: torch.Tensor, kv: Cache, start: int) -> torch.Tensor:
         embedding = self._weights["model.embed_tokens.weight"]
         hidden = F.embedding(token_ids, embedding)
         for layer in range(self._spec.num_layers):
             hidden = self._layer(hidden, f"model.layers.{layer}", kv[layer], start)
         return F.linear(self._norm(hidden[:, -1], "model.norm"), embedding).float()
 
-    def _layer(self, hidden: torch.Tensor, prefix: str, kv: torch.Tensor, start: int) -> torch.Tensor:
+    def _layer(
+        self, hidden: torch.Tensor, prefix: str, kv: tuple[torch.Tensor, torch.Tensor], start: int
+    ) -> torch.Tensor:
+        keys, values = kv
         x, end = self._norm(hidden, f"{prefix}.input_layernorm"), start + hidden.shape[1]
         q, k, v = (self._heads(x, f"{prefix}.self_attn.{name}_proj") for name in "qkv")
-        kv[0, :, :, start:end], kv[1, :, :, start:end] = self._rotate(k, start), v
+        keys[:, :, start:end], values[:, :, start:end] = self._rotate(k, start), v
         is_causal = hidden.shape[1] > 1
         attended = F.scaled_dot_product_attention(
-            self._rotate(q, start), kv[0, :, :, :end], kv[1, :, :, :end], is_causal=is_causal, enable_gqa=True
+            self._rotate(q, start), keys[:, :, :end], values[:, :, :end], is_causal=is_causal, enable_gqa=True
         )
         hidden = hidden + self._linear(attended.transpose(1, 2).flatten(2), f"{prefix}.self_attn.o_proj")
         x = self._norm(hidden, f"{prefix}.post_attention_layernorm")
