@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.messages import FirstTokens, Granted, Prefill, Reserve, Role
@@ -144,6 +144,7 @@ def test_decode_worker_prefills_when_that_is_clearly_sooner_or_nobody_else_can()
     assert policy.choose_prefiller([replace(c, refusal="full") for c in there], Candidate("d0", cost=99.0))[0] == 2
 
 
+@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     there=st.lists(st.floats(0.0, 1e3), min_size=1, max_size=5), here=st.floats(0.0, 1e3), shorter=st.floats(0.0, 1.0)
 )
