@@ -38,7 +38,7 @@ MAX_RELIEF_LOAD = {Role.PREFILL: 1.0, Role.DECODE: 1.0}
 
 
 # A decode worker prefills only when a prefill worker would take this many times as long: it has streams to keep up.
-MIN_GAIN = 1.5
+MIN_GAIN = 2.5
 
 
 @dataclass(frozen=True, slots=True)

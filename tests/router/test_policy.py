@@ -138,9 +138,9 @@ def test_decode_prefers_the_cached_prefix_between_equal_loads_and_the_free_worke
 def test_decode_worker_prefills_when_that_is_clearly_sooner_or_nobody_else_can() -> None:
     there = candidates(p0=0.9, p1=0.6)
     assert policy.choose_prefiller(there, Candidate("d0", cost=0.1)) == (2, "sooner than a prefill worker")
-    assert policy.choose_prefiller(there, Candidate("d0", cost=0.5))[0] == 1
+    assert policy.choose_prefiller(there, Candidate("d0", cost=0.3))[0] == 1
     there[1] = replace(there[1], refusal="has refused lately")
-    assert policy.choose_prefiller(there, Candidate("d0", cost=0.5))[0] == 2
+    assert policy.choose_prefiller(there, Candidate("d0", cost=0.3))[0] == 2
     assert policy.choose_prefiller([replace(c, refusal="full") for c in there], Candidate("d0", cost=99.0))[0] == 2
 
 
