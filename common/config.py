@@ -74,6 +74,11 @@ class WorkerSettings(BaseModel):
         0.05, ge=0, description="a decode step takes no more prompt tokens than end within it; 0 = as many as fit"
     )
     num_threads: int = Field(0, ge=0, description="compute threads; 0 = torch's choice")
+    cpus: str = Field(
+        "",
+        pattern=r"^(\d+(-\d+)?(,\d+(-\d+)?)*)?$",
+        description="processors of the compute threads of this pool's workers, as 0-3,8; empty = any",
+    )
     transport: Transport = "gloo"
     digest: bool = Field(True, description="seal every KV chunk with AES-GCM; none with nccl")
     min_chunk_bytes: int = Field(1 << 20, ge=1, description="layers are sent together until a chunk is this large")

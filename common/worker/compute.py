@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from common.engine.plan import StepPlan, StepResult
 from common.engine.runner_protocol import LayerHook, Runner
 from common.telemetry.logs import get_logger
+from common.worker.processors import pin_this_thread
 
 OnFinished = Callable[[StepResult], None]
 OnFailed = Callable[[int, str], None]
@@ -21,10 +22,13 @@ class ComputeThread:
     A daemon thread: a step that never ends does not keep the process from ending.
     """
 
-    def __init__(self, runner: Runner, on_finished: OnFinished, on_failed: OnFailed) -> None:
+    def __init__(
+        self, runner: Runner, on_finished: OnFinished, on_failed: OnFailed, cpus: frozenset[int] = frozenset()
+    ) -> None:
         self._runner = runner
         self._on_finished = on_finished
         self._on_failed = on_failed
+        self._cpus = cpus
         self._steps: SimpleQueue[tuple[StepPlan, LayerHook | None] | None] = SimpleQueue()
         self._is_closed = False
         self._started_s: float | None = None
@@ -60,6 +64,7 @@ class ComputeThread:
 
     def _serve(self) -> None:
         _show_name("compute")
+        pin_this_thread(self._cpus)
         while (step := self._steps.get()) is not None:
             self._run(*step)
 

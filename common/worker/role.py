@@ -29,6 +29,7 @@ from common.worker.events import (
     StepFinished,
 )
 from common.worker.lifecycle import Surroundings
+from common.worker.processors import processors
 from common.worker.reporting import record_message, with_health
 
 
@@ -78,7 +79,8 @@ class RoleShell:
         self._core = core
         self._loop: CoreLoop[Any, Any] = CoreLoop(core, self._perform)
         self._sessions = open_sessions(self._loop.post)
-        self._compute = ComputeThread(around.loaded.runner, self._on_step_finished, self._on_step_failed)
+        cpus = processors(around.config.cpus)
+        self._compute = ComputeThread(around.loaded.runner, self._on_step_finished, self._on_step_failed, cpus)
 
     @property
     def failed(self) -> asyncio.Future[None]:

@@ -10,7 +10,7 @@ from common.config import WorkerConfig
 from common.errors import PdserveError
 
 # The cores that a process got, the address by which others reach it, and where its metrics are scraped.
-OF_THE_PLACE = frozenset({"num_threads", "host", "metrics_port"})
+OF_THE_PLACE = frozenset({"num_threads", "cpus", "host", "metrics_port"})
 MAY_DIFFER = frozenset(
     {
         *("role", "worker_id", "port"),
