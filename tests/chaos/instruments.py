@@ -50,7 +50,10 @@ class Instruments:
         """Run a function of `tests.chaos.inside.plants` in a process; returns what it returned."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(60)
-            connection.connect(str(self.folder / str(pid)))
+            try:
+                connection.connect(str(self.folder / str(pid)))
+            except OSError as error:
+                raise PlantFailed(f"process {pid} takes no orders: {error}") from error
             connection.sendall(json.dumps({"plant": plant, "arguments": arguments}).encode() + b"\n")
             with connection.makefile() as answers:
                 answer = json.loads(answers.readline())

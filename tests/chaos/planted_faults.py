@@ -73,6 +73,7 @@ def disorder_the_link(doubled: int, swapped: int) -> Act:
     async def act(scene: Scene) -> str:
         rig = scene.rig
         victim = rig.workers("prefill")[0]
+        num_retries = rig.counter("pdserve_request_retries_total")
         scene.begins()
         await rig.order(victim["pid"], "disorder_link", doubled=doubled, swapped=swapped)
         await _until_hits(scene, [victim], "doubled", doubled)
@@ -80,7 +81,9 @@ def disorder_the_link(doubled: int, swapped: int) -> Act:
         for worker in rig.workers():
             await _must_live(scene, worker)
         scene.lifted()
-        return f"{victim['worker_id']}: {doubled} messages sent twice, {swapped} pairs swapped"
+        num_again = rig.counter("pdserve_request_retries_total") - num_retries
+        assert num_again > 0, "nobody refused a message out of order"
+        return f"{victim['worker_id']}: {doubled} messages sent twice, {swapped} pairs swapped, {num_again:g} retries"
 
     return act
 

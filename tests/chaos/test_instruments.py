@@ -13,7 +13,7 @@ from tests.chaos.instruments import Instruments, PlantFailed, instruments
 # Tells that it takes orders, then waits for the end of its input; then tells its clock.
 CHILD = """
 import os, sys, time
-while not os.path.exists(f"{os.environ['PDSERVE_CHAOS_FOLDER']}/{os.getpid()}"):
+while not os.path.exists(f"{os.environ['CHAOS_FOLDER']}/{os.getpid()}"):
     time.sleep(0.001)
 print("up", flush=True)
 sys.stdin.read()
@@ -40,6 +40,8 @@ def test_an_order_is_obeyed_and_an_error_told() -> None:
         assert inside.order(child.pid, "hits", of="break_layer") == 0
         with pytest.raises(PlantFailed, match="no_such_plant"):
             inside.order(child.pid, "no_such_plant")
+        with pytest.raises(PlantFailed, match="takes no orders"):
+            inside.order(1, "hits", of="break_layer")
         assert inside.moment_of_death(child.pid) == ""
 
 

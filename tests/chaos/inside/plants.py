@@ -88,8 +88,8 @@ def disorder_link(doubled: int, swapped: int) -> None:
             _hit("swapped")
             real(self, buffer, done)
             real(self, *held.pop(id(self)))
-        elif hits("swapped") + len(held) < swapped:
-            held[id(self)] = (buffer, done)
+        elif hits("swapped") < swapped:
+            held[id(self)] = (buffer, done)  # for ever, if the link breaks first
         else:
             real(self, buffer, done)
 

@@ -6,7 +6,7 @@ Nothing in the product knows of it.
 
 import os
 
-FOLDER_VARIABLE = "PDSERVE_CHAOS_FOLDER"
+FOLDER_VARIABLE = "CHAOS_FOLDER"  # PDSERVE_... would be a setting: a router is not given those
 
 
 def _serve(folder: str) -> None:
