@@ -22,8 +22,9 @@ ItemT = TypeVar("ItemT")
 
 
 async def take_batch(queue: "asyncio.Queue[ItemT]") -> list[ItemT]:
-    """What is queued, at most MAX_BATCHED items; waits for the first."""
+    """What is queued, at most MAX_BATCHED items; waits for the first, and for what else the loop's turn brings."""
     batch = [await queue.get()]
+    await asyncio.sleep(0)
     while len(batch) < MAX_BATCHED and not queue.empty():
         batch.append(queue.get_nowait())
     return batch

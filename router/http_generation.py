@@ -107,7 +107,7 @@ class GenerationEndpoints:
                 self._frames(job), lambda: _headers(job, request_id), request_id, self._settings.keep_alive_s
             )
         try:
-            async with until_disconnected(request.receive):
+            async with until_disconnected(request.scope):
                 return await self._whole(job, request_id)
         except ClientGone:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)

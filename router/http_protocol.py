@@ -6,6 +6,7 @@ before us must not see other requests than we do.
 """
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -50,6 +51,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._deadline_s: float | None = None
         self._num_unsent = 0
         self._unsent_since_s = self.loop.time()
+        self._on_lost: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -61,6 +63,26 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._room.closed(self)
         super().connection_lost(exc)
+        if self._on_lost is not None:
+            self._on_lost()
+
+    @property
+    def may_wait(self) -> bool:
+        """The client is behind: the next write waits for it."""
+        return bool(self.flow.write_paused)
+
+    def abort(self) -> None:
+        """Drop the connection and what waits to be sent on it."""
+        self.transport.abort()
+
+    def watch(self, on_lost: Callable[[], None] | None) -> bool:
+        """Call `on_lost` when the client leaves before its answer is complete; None: no more. False: it has left."""
+        self._on_lost = on_lost
+        if self.transport.is_closing():
+            return False
+        if on_lost is not None:
+            self.flow.resume_reading()  # what is not read cannot end
+        return True
 
     def give_way(self) -> None:
         """For a new connection; this one has no request."""
@@ -82,7 +104,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {CONNECTION_EXTENSION: {"abort": self.transport.abort, "flow": self.flow}}
+        self.scope["extensions"] = {CONNECTION_EXTENSION: self}  # type: ignore[dict-item]
         self._is_in_head = True
         self._deadline_s = self.loop.time() + limits.HEADER_TIMEOUT_S
 
@@ -109,6 +131,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self.transport.flush()  # type: ignore[attr-defined]  # before what else the end of a request brings
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self._room.waits(self)

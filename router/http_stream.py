@@ -5,11 +5,12 @@ comments, and cuts a client that stopped reading.
 """
 
 import asyncio
+import contextlib
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
-from typing import Any
+from typing import Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -21,7 +22,7 @@ from router.error_reports import internal_error
 from router.http_io import error_body, error_response, rates_of
 
 KEEP_ALIVE = b": keep-alive\n\n"
-# What the server tells of the connection: "abort" drops it, "flow.write_paused" is set while the client is behind.
+# Where the server puts the connection: a `ClientConnection`.
 CONNECTION_EXTENSION = "pdserve.connection"
 DONE = b"data: [DONE]\n\n"
 # Line ends for `str.splitlines`, though not for JSON: a client that splits that way must not cut an event.
@@ -33,17 +34,26 @@ class ClientGone(Exception):
     """The client closed the connection, or stopped reading."""
 
 
-def abort_connection(scope: Scope) -> None:
-    """Drop the connection and what waits to be sent on it, where the server offers that."""
-    extension = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
-    if extension is not None:
-        extension["abort"]()
+class ClientConnection(Protocol):
+    """What the server offers of a request's connection, under CONNECTION_EXTENSION of its scope."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the next write may have to wait for the client."""
+        ...
+
+    def abort(self) -> None:
+        """Drop the connection and what waits to be sent on it."""
+        ...
+
+    def watch(self, on_lost: Callable[[], None] | None) -> bool:
+        """Have `on_lost` called when the client leaves; None: no more. False: it has left."""
+        ...
 
 
-def _may_wait(scope: Scope) -> bool:
-    """Whether the next write may have to wait for the client; a timer for each that can't costs more than the write."""
-    extension = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
-    return extension is None or extension["flow"].write_paused
+def _connection_of(scope: Scope) -> ClientConnection:
+    connection: ClientConnection = scope["extensions"][CONNECTION_EXTENSION]
+    return connection
 
 
 def sse_frame(value: object) -> bytes:
@@ -55,49 +65,48 @@ def sse_frame(value: object) -> bytes:
     return b"data: %b\n\n" % data
 
 
-async def _nothing() -> None:
-    """A whole answer has nothing to say before its end."""
-
-
 @asynccontextmanager
 async def until_disconnected(
-    receive: Receive, on_idle: Callable[[], Awaitable[None]] = _nothing, idle_s: float | None = None
+    scope: Scope, on_idle: Callable[[], Awaitable[None]] | None = None, idle_s: float = math.inf
 ) -> AsyncIterator[None]:
     """Cancels what runs inside, and raises ClientGone, when the client leaves first.
 
-    `on_idle` is called every `idle_s` while the client is quiet. As in `asyncio.timeout`, the caller's own task is
-    what is cancelled: a task of its own for every request would cost more than parsing the request.
+    `on_idle` is called every `idle_s`. As in `asyncio.timeout`, the caller's own task is what is cancelled: a task of
+    its own for every request would cost more than parsing the request.
     """
-    task = asyncio.current_task()
+    task, connection, is_gone = asyncio.current_task(), _connection_of(scope), False
     assert task is not None
-    watcher = asyncio.ensure_future(_watch(receive, on_idle, idle_s))
-    watcher.add_done_callback(_cancel := partial(_leave, task))
+
+    def leave(_: object = None) -> None:
+        nonlocal is_gone
+        if not is_gone:
+            is_gone = True
+            task.cancel()
+
+    pinging = None if on_idle is None else asyncio.ensure_future(_repeat(on_idle, idle_s))
+    if pinging is not None:
+        pinging.add_done_callback(leave)  # a keep-alive that could not be written: the client is gone as well
     try:
+        if not connection.watch(leave):
+            raise ClientGone
         yield
     except asyncio.CancelledError:
-        if watcher.done() and task.uncancel() == 0:
+        if is_gone and task.uncancel() == 0:
             raise ClientGone from None
         raise
     finally:
-        watcher.remove_done_callback(_cancel)
-        watcher.cancel()
+        connection.watch(None)
+        if pinging is not None:
+            pinging.remove_done_callback(leave)
+            pinging.cancel()
 
 
-def _leave(task: asyncio.Task[Any], watcher: asyncio.Future[None]) -> None:
-    if not watcher.cancelled():
-        watcher.exception()  # a keep-alive that could not be written: the client is gone as well
-    task.cancel()
-
-
-async def _watch(receive: Receive, on_idle: Callable[[], Awaitable[None]], idle_s: float | None) -> None:
-    """Return when the client has left."""
-    while True:
-        try:
-            async with asyncio.timeout(idle_s):
-                if (await receive())["type"] == "http.disconnect":
-                    return
-        except TimeoutError:
-            await on_idle()
+async def _repeat(action: Callable[[], Awaitable[None]], interval_s: float) -> None:
+    """Until it fails."""
+    with contextlib.suppress(Exception):
+        while True:
+            await asyncio.sleep(interval_s)
+            await action()
 
 
 class EventStream(Response):
@@ -131,10 +140,10 @@ class EventStream(Response):
                 await self._write(scope, send, KEEP_ALIVE)
 
         try:
-            async with until_disconnected(receive, keep_alive, self._keep_alive_s):
+            async with until_disconnected(scope, keep_alive, self._keep_alive_s):
                 await self._answer(scope, receive, send)
         except ClientGone:
-            abort_connection(scope)
+            _connection_of(scope).abort()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -173,7 +182,7 @@ class EventStream(Response):
 
 async def _send_in_time(scope: Scope, send: Send, message: Message) -> None:
     """Raises ClientGone when the client takes nothing for too long."""
-    if not _may_wait(scope):
+    if not _connection_of(scope).may_wait:  # a timer for each write costs more than the write
         await send(message)
         return
     try:

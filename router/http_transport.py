@@ -23,12 +23,18 @@ class GatheringTransport:
     def write(self, data: bytes) -> None:
         """Send with everything else of this turn, at its end."""
         if not self._written:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
         self._written.append(data)
+
+    def flush(self) -> None:
+        """Send now what was written: nothing more comes in this turn."""
+        if self._written and not self._transport.is_closing():
+            self._transport.write(b"".join(self._written))
+        self._written.clear()
 
     def close(self) -> None:
         """After what was written."""
-        self._flush()
+        self.flush()
         self._transport.close()
 
     def abort(self) -> None:
@@ -38,7 +44,7 @@ class GatheringTransport:
 
     def give_way(self) -> None:
         """As `close`; when nothing is left to send, at once: a TLS client is not asked to agree."""
-        self._flush()
+        self.flush()
         if self.num_unsent:
             self._transport.close()
         else:
@@ -51,10 +57,5 @@ class GatheringTransport:
         return self._transport.get_extra_info(name)
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        self._flush()
+        self.flush()
         self._transport.set_protocol(protocol)
-
-    def _flush(self) -> None:
-        if self._written and not self._transport.is_closing():
-            self._transport.write(b"".join(self._written))
-        self._written.clear()

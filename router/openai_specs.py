@@ -13,7 +13,6 @@ from router.request_spec import (
     RoutingSpec,
     SamplingSpec,
     StopSpec,
-    TokenPrompt,
 )
 
 _SHARED_UNSUPPORTED = (
@@ -37,9 +36,11 @@ def completion_specs(body: CompletionBody, deadline_s: float | None) -> list[Req
     _check_stream_options(body)
     if body.echo and body.logprobs is not None:
         raise Unsupported("echo together with logprobs is not supported yet", param="echo")
-    spec = _spec(body, TokenPrompt(()), body.max_tokens, body.logprobs, deadline_s)
-    spec = dataclasses.replace(spec, echo=bool(body.echo))
-    return [dataclasses.replace(spec, prompt=prompt) for prompt in prompts_of(body)]
+    first, *others = prompts_of(body)
+    spec = _spec(body, first, body.max_tokens, body.logprobs, deadline_s)
+    if body.echo:
+        spec = dataclasses.replace(spec, echo=True)
+    return [spec, *[dataclasses.replace(spec, prompt=prompt) for prompt in others]]
 
 
 def chat_spec(body: ChatBody, deadline_s: float | None) -> RequestSpec:

@@ -51,6 +51,7 @@ def _decoded(kept: bytes) -> Record:
 def record_of(request: Request, now_s: float, last: Finished | Failed | None = None) -> Record:
     """A request as JSON values; `last` is its answer when it has ended."""
     attempts = [*request.ended_attempts, *request.attempts.values()]
+    timings = last.timings if isinstance(last, Finished) else request_timings(request, now_s)
     return {
         "request_id": request.request_id,
         "status": _status(last),
@@ -66,7 +67,7 @@ def record_of(request: Request, now_s: float, last: Finished | Failed | None = N
         "finish_reasons": [choice.finish_reason or "" for choice in request.choices],
         "attempts": [_attempt(attempt, request) for attempt in attempts],
         "decisions": [_decision(decision, request) for decision in request.decisions],
-        "timings": _shallow(request_timings(request, now_s), _TIMINGS),
+        "timings": _shallow(timings, _TIMINGS),
     }
 
 

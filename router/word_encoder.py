@@ -27,7 +27,7 @@ class WordEncoder:
         self._tokenizer = tokenizer
         self._max_words = max_words
         self._is_separable = is_separable(tokenizer)
-        # Of a word and the space before it. Tuples: lists would be looked through by every full garbage collection.
+        # By `_key`. Tuples: lists would be looked through by every full garbage collection.
         self._ids: dict[str, tuple[int, ...]] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -35,17 +35,17 @@ class WordEncoder:
         if not self._is_separable or not text:
             return list(self._encode([text])[0])
         first, *rest = text.split(" ")
-        words = [first, *[" " + word for word in rest]]
         try:
-            return list(chain.from_iterable(map(self._ids.__getitem__, words)))
+            return [*self._ids[_key(first)], *chain.from_iterable(map(self._ids.__getitem__, rest))]
         except KeyError:
+            words = [first, *[" " + word for word in rest]]
             return list(chain.from_iterable(self._look_up(_joined(words))))
 
     def _look_up(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        found = {word: self._ids.get(word) for word in words}
+        found = {word: self._ids.get(_key(word)) for word in words}
         missing = [word for word, ids in found.items() if ids is None]
         new = dict(zip(missing, self._encode(missing), strict=True))
-        self._keep({word: ids for word, ids in new.items() if _is_worth_keeping(word, ids)})
+        self._keep({_key(word): ids for word, ids in new.items() if _is_worth_keeping(word, ids)})
         return [found[word] or new[word] for word in words]
 
     def _keep(self, new: dict[str, tuple[int, ...]]) -> None:
@@ -103,6 +103,12 @@ def _is_digits(step: dict[str, Any]) -> bool:
 def _stands_alone(token: dict[str, Any]) -> bool:
     """An added token is found before the text is cut: it must neither hold a cut nor take one in."""
     return " " not in token["content"] and not (token["lstrip"] or token["rstrip"] or token["single_word"])
+
+
+def _key(word: str) -> str:
+    """A word in the cache: without the space before it, as splitting leaves it. One without a space, the first of a
+    text, gets one behind it, where no kept word has any."""
+    return word[1:] if word.startswith(" ") else word + " "
 
 
 def _is_whole(word: str) -> bool:

@@ -7,9 +7,14 @@ import json
 import logging
 import os
 import sys
-from typing import TextIO, cast
+from functools import partial
+from typing import Any, TextIO, cast
 
 import structlog
+
+# Made once: `json.dumps` would make one for every line.
+_encoder = json.JSONEncoder(default=str)
+_bound: list[structlog.typing.FilteringBoundLogger] = []  # by `configure_logs`
 
 
 class LossyStream:
@@ -53,19 +58,28 @@ def configure_logs(process: str, level: str = "") -> None:
     number = logging.getLevelNamesMapping().get((level or os.environ.get("PDSERVE_LOG_LEVEL", "INFO")).upper(), 20)
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
+            partial(_add_process, process),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.EventRenamer("event"),
-            structlog.processors.JSONRenderer(),
+            structlog.processors.JSONRenderer(_to_json),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LossyStream(sys.stderr))),
     )
-    structlog.contextvars.bind_contextvars(process=process)
+    _bound.append(structlog.get_logger().bind())
 
 
 def get_logger() -> structlog.typing.FilteringBoundLogger:
-    """The process's logger."""
-    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+    """The process's logger. Bound once set up: structlog's own binds anew for every line, at the price of a line."""
+    logger: structlog.typing.FilteringBoundLogger = _bound[-1] if _bound else structlog.get_logger()
     return logger
+
+
+def _add_process(process: str, _logger: object, _method: str, event: Any) -> Any:
+    event["process"] = process
+    return event
+
+
+def _to_json(event: object, **_options: object) -> str:
+    return _encoder.encode(event)

@@ -42,15 +42,16 @@ def silent() -> ScriptedService:
 
 
 async def send(
-    rig: HttpRig, body: dict[str, Any], *, small_buffers: bool = False
+    rig: HttpRig, body: dict[str, Any], *, small_buffers: bool = False, padding: bytes = b""
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A raw connection with one request sent; the server closes it after the answer."""
     limit, receive_buffer = (2048, 4096) if small_buffers else (1 << 16, 1 << 16)
     connection = socket.create_connection(("127.0.0.1", rig.port))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     reader, writer = await asyncio.open_connection(sock=connection, limit=limit)
-    content = json.dumps(body).encode()
-    head = f"content-type: application/json\r\ncontent-length: {len(content)}\r\nconnection: close\r\n\r\n"
+    content = json.dumps(body).encode() + padding
+    head = f"content-type: application/json\r\ncontent-length: {len(content)}\r\nconnection: close\r\n"
+    head += "x-request-timeout-s: 600\r\n\r\n"
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + head.encode() + content)
     await writer.drain()
     return reader, writer
@@ -91,6 +92,18 @@ async def test_a_client_that_leaves_while_it_waits_is_cancelled(how: str) -> Non
         writer.close() if how == "close" else reset(writer)
         await in_flight(rig.frontend, 0)
     assert sorted(service.cancelled) == sorted(request.request_id for request in service.submitted)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_after_a_large_body_is_cancelled(stream: bool) -> None:
+    """Reading is paused when more has come than was taken; unless it goes on, nobody sees the end."""
+    service = silent()
+    async with http_rig(service) as rig:
+        _, writer = await send(rig, {"prompt": "x", "stream": stream}, padding=b" " * 700_000)
+        await in_flight(rig.frontend, 1)
+        writer.close()
+        await in_flight(rig.frontend, 0)
+    assert service.cancelled == [service.submitted[0].request_id]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,4 +1,4 @@
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.stop_strings import StopScanner
@@ -61,6 +61,7 @@ TEXT = st.text(alphabet="ab", max_size=24)
 
 
 @given(TEXT, st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=4), st.booleans(), st.data())
+@settings(deadline=None)
 def test_the_result_does_not_depend_on_the_cuts(
     text: str, stops: list[str], include: bool, data: st.DataObject
 ) -> None:
@@ -71,6 +72,7 @@ def test_the_result_does_not_depend_on_the_cuts(
 
 
 @given(TEXT, st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=4))
+@settings(deadline=None)
 def test_what_is_held_back_is_the_longest_possible_beginning(text: str, stops: list[str]) -> None:
     scanner = StopScanner(stops, include_stop=False)
     if scanner.push(text).matched is None:

@@ -1,6 +1,6 @@
 """The index in memory agrees with a naive model, and with what Redis does."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.ids import WorkerRef
@@ -12,6 +12,7 @@ BATCHES = st.lists(st.tuples(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 
 
 
 @given(BATCHES)
+@settings(deadline=None)
 async def test_longest_prefix_is_the_leading_run_of_what_was_stored_and_not_evicted(
     batches: list[tuple[set[int], set[int]]],
 ) -> None:

@@ -3,6 +3,8 @@
 import errno
 import io
 import json
+import subprocess
+import sys
 
 from common.telemetry.logs import LossyStream
 
@@ -61,3 +63,25 @@ def test_how_much_was_lost_is_said_once_there_is_room_again() -> None:
     zero, lost, *rest = disk.getvalue().splitlines()
     assert (zero, rest) == ("zero", ["three", "four"])
     assert json.loads(lost) == {"event": "log_lines_lost", "level": "warning", "num_lost": 2}
+
+
+def test_every_line_says_whose_it_is_from_every_thread() -> None:
+    """In a process of its own: the set-up is for all of a process."""
+    code = """
+from threading import Thread
+from common.telemetry.logs import configure_logs, get_logger
+configure_logs("r1", "INFO")
+get_logger().info("in_main", count=1, reason=ValueError("no JSON"), text="\\u20ac\\ud800")
+get_logger().debug("too_fine")
+thread = Thread(target=lambda: get_logger().warning("in_thread"))
+thread.start()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, check=True)
+    first, second = map(json.loads, done.stderr.splitlines())
+    assert first.pop("timestamp") <= second.pop("timestamp")
+    assert first == {
+        **{"event": "in_main", "level": "info", "process": "r1"},
+        **{"count": 1, "reason": "no JSON", "text": "\u20ac\ud800"},
+    }
+    assert second == {"event": "in_thread", "level": "warning", "process": "r1"}
