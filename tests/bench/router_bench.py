@@ -2,8 +2,9 @@
 
 The router is the product's own process with its Redis, its tokenizer and both APIs; the workers are
 `tests.bench.router_stub`. Added latency is what a client waits through the router less what it waits when it sends
-the same messages to the workers itself, measured by turns. Processor time is that of the router's process, which
-runs in one thread but for gRPC's own, so 1000 ms over it is what one core does.
+the same messages to the workers itself, measured by turns. The floor of each is the same quantile of an HTTP server
+that does nothing, in the same turns: what client, kernel and whatever else runs here take. Processor time is that of
+the router's process, which runs in one thread but for gRPC's own, so 1000 ms over it is what one core does.
 """
 
 import argparse
@@ -89,6 +90,7 @@ class Rig:
     port: int
     pid: int
     addresses: dict[str, str]
+    floor_port: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(3))
 
     def prompt(self) -> str:
@@ -112,24 +114,35 @@ async def _measure(rig: Rig, scale: float) -> list[dict[str, Any]]:
         rows = []
         for case in CASES:
             num_requests = int(scale * (300 if case.num_tokens == 1 else 80))
-            rows += _latency_rows(case, *await _by_turns(rig, direct, case, num_requests))
+            rows += _latency_rows(case, await _by_turns(rig, direct, case, num_requests))
         for case in CASES:
             rows += await _load(rig, case, int(scale * 1500))
         return rows
 
 
-async def _by_turns(
-    rig: Rig, direct: DirectClient, case: Case, num_requests: int
-) -> tuple[list[Latency], list[Latency]]:
-    """Latencies through the router and without it, one after the other on an otherwise idle router."""
-    client = HttpClient(rig.port)
+@dataclass(slots=True)
+class Turns:
+    """Latencies through the router, without it, and of a server that does nothing."""
+
+    through: list[Latency] = field(default_factory=list)
+    alone: list[Latency] = field(default_factory=list)
+    floor: list[Latency] = field(default_factory=list)
+
+
+async def _by_turns(rig: Rig, direct: DirectClient, case: Case, num_requests: int) -> Turns:
+    """One after the other, on an otherwise idle router."""
+    client, nothing = HttpClient(rig.port), HttpClient(rig.floor_port)
+    turns = Turns()
     await client.open()
-    through, without = [], []
+    await nothing.open()
     for _ in range(num_requests):
-        through.append(await client.complete(rig.prompt(), case.num_tokens, stream=case.stream))
-        without.append(await direct.generate(tuple(range(NUM_WORDS)), case.num_tokens))
+        prompt = rig.prompt()
+        turns.through.append(await client.complete(prompt, case.num_tokens, stream=case.stream))
+        turns.alone.append(await direct.generate(tuple(range(NUM_WORDS)), case.num_tokens))
+        turns.floor.append(await nothing.complete(prompt, case.num_tokens, stream=case.stream))
     client.close()
-    return through, without
+    nothing.close()
+    return turns
 
 
 async def _load(rig: Rig, case: Case, num_requests: int) -> list[dict[str, Any]]:
@@ -156,16 +169,19 @@ async def _ask(client: HttpClient, prompts: Iterator[str], case: Case) -> list[L
     return [await client.complete(prompt, case.num_tokens, stream=case.stream) for prompt in prompts]
 
 
-def _latency_rows(case: Case, through: list[Latency], without: list[Latency]) -> list[dict[str, Any]]:
+def _latency_rows(case: Case, turns: Turns) -> list[dict[str, Any]]:
     """Added to the whole answer, and to the first event of a stream: less the median without a router, p99 too."""
     rows = []
     for part in ("first", "last") if case.stream else ("last",):
-        with_router = sorted(getattr(latency, f"{part}_s") for latency in through)
-        alone = sorted(getattr(latency, f"{part}_s") for latency in without)
+        through, alone, floor = (
+            sorted(1e3 * getattr(latency, f"{part}_s") for latency in latencies)
+            for latencies in (turns.through, turns.alone, turns.floor)
+        )
         for percent in (50, 99):
-            added_ms = 1e3 * (_quantile(with_router, percent) - _quantile(alone, 50))
+            added_ms = _quantile(through, percent) - _quantile(alone, 50)
+            peers = {"whole": _quantile(through, percent), "without a router": _quantile(alone, percent)}
             name = f"router, {case.name}: added to the {part} byte, p{percent}"
-            rows.append(_row(name, "ms", added_ms, "lower", {"whole": 1e3 * _quantile(with_router, percent)}))
+            rows.append(_row(name, "ms", added_ms, "lower", peers) | {"floor": round(_quantile(floor, percent), 3)})
     return rows
 
 
@@ -190,8 +206,9 @@ def _rig(router_path: str) -> Iterator[Rig]:
             config = {"model": {"path": str(model)}, "redis_url": redis.url, "namespace": "bench", "http_port": 0}
             command = ["-c", _ROUTER, json.dumps(config | {"grpc_port": 0})]
             pid, port = stack.enter_context(_process(command, router_path))
+            _, floor_port = stack.enter_context(_process(["-m", "tests.bench.http_stub"]))
             _await_ready(int(port))
-            yield Rig(int(port), pid, json.loads(addresses))
+            yield Rig(int(port), pid, json.loads(addresses), int(floor_port))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -234,7 +251,12 @@ def main() -> None:
     arguments = parser.parse_args()
     print("load", os.getloadavg())
     for row in run(arguments.router, arguments.scale):
-        print(f"{row['metric']:70} {row['ours']:10.3f} {row['unit']} {row['peers'] or ''}")
+        print(f"{row['metric']:70} {row['ours']:10.3f} {row['unit']} {_beside(row)}")
+
+
+def _beside(row: dict[str, Any]) -> str:
+    beside = row["peers"] if row["floor"] is None else {"floor": row["floor"], **row["peers"]}
+    return ", ".join(f"{name} {value:.3f}" for name, value in beside.items())
 
 
 if __name__ == "__main__":
