@@ -4,21 +4,18 @@ Owns the records of ended requests, of which the newest are kept; those of live 
 No token ids: a record may be shown to an operator.
 """
 
-from dataclasses import fields
 from itertools import islice
 
 import msgspec
 
 from common.ids import RequestId
-from router.generation import Failed, Finished, RequestTimings
-from router.policy import Candidate, Decision
+from router.generation import Failed, Finished
+from router.policy import Decision
 from router.request_state import Attempt, Request
 from router.timings import request_timings
 
 Record = dict[str, object]
-
-_TIMINGS = tuple(field.name for field in fields(RequestTimings))
-_CANDIDATE = tuple(field.name for field in fields(Candidate))
+_encoder = msgspec.json.Encoder()
 
 
 class RequestRecords:
@@ -31,7 +28,7 @@ class RequestRecords:
 
     def keep(self, request: Request, last: Finished | Failed, now_s: float) -> None:
         self._records.pop(request.request_id, None)
-        self._records[request.request_id] = msgspec.json.encode(record_of(request, now_s, last))
+        self._records[request.request_id] = _encoder.encode(_made(request, now_s, last))
         while len(self._records) > self._num_kept:
             del self._records[next(iter(self._records))]
 
@@ -48,8 +45,14 @@ def _decoded(kept: bytes) -> Record:
     return msgspec.json.decode(kept, type=Record)
 
 
-def record_of(request: Request, now_s: float, last: Finished | Failed | None = None) -> Record:
-    """A request as JSON values; `last` is its answer when it has ended."""
+def record_of(request: Request, now_s: float) -> Record:
+    """A live request as JSON values."""
+    record: Record = msgspec.to_builtins(_made(request, now_s, None))
+    return record
+
+
+def _made(request: Request, now_s: float, last: Finished | Failed | None) -> Record:
+    """What msgspec can write; `last` is the request's answer when it has ended."""
     attempts = [*request.ended_attempts, *request.attempts.values()]
     timings = last.timings if isinstance(last, Finished) else request_timings(request, now_s)
     return {
@@ -67,7 +70,7 @@ def record_of(request: Request, now_s: float, last: Finished | Failed | None = N
         "finish_reasons": [choice.finish_reason or "" for choice in request.choices],
         "attempts": [_attempt(attempt, request) for attempt in attempts],
         "decisions": [_decision(decision, request) for decision in request.decisions],
-        "timings": _shallow(timings, _TIMINGS),
+        "timings": timings,
     }
 
 
@@ -100,10 +103,5 @@ def _decision(decision: Decision, request: Request) -> Record:
         "at_s": decision.at_s - request.arrived_s,
         "chosen": decision.candidates[chosen].worker_id if chosen is not None else "",
         "why": decision.why,
-        "candidates": [_shallow(candidate, _CANDIDATE) for candidate in decision.candidates],
+        "candidates": decision.candidates,
     }
-
-
-def _shallow(value: object, names: tuple[str, ...]) -> Record:
-    """Fields of flat values; `dataclasses.asdict` copies deeply and costs more than routing the request."""
-    return {name: getattr(value, name) for name in names}
