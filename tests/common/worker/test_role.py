@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from common.config import ModelConfig, WorkerConfig
 from common.engine.plan import StepPlan, StepResult
 from common.ids import RouterId
 from common.worker.events import RunStep
@@ -46,7 +47,9 @@ async def test_a_step_that_is_planned_after_the_end_is_dropped_without_a_failure
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     runner, core = Runner(), EagerCore()
     metrics = SimpleNamespace(observe=lambda *_: None)
-    around: Any = SimpleNamespace(loaded=SimpleNamespace(runner=runner), metrics=metrics)
+    loaded = SimpleNamespace(runner=runner)
+    config = WorkerConfig(role="prefill", worker_id="prefill-0", model=ModelConfig(path="none"))
+    around: Any = SimpleNamespace(loaded=loaded, config=config, metrics=metrics)
     pool: Any = None
     shell = RoleShell(around, pool, core, lambda post: NoSessions())  # type: ignore[arg-type]
     await shell.close()
