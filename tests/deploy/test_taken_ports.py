@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.redis_box import RedisBox, binaries, redis_box
 from tests.tiny_model import write_tiny_model
 
@@ -28,11 +29,10 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisBox]:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port of loopback that somebody else listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield int(listener.getsockname()[1])
+    """A port of loopback that somebody else listens on; the one before it is free."""
+    port = free_port(1) + 1
+    with socket.create_server(("127.0.0.1", port)):
+        yield port
 
 
 def run(*arguments: str, **settings: object) -> "subprocess.CompletedProcess[str]":

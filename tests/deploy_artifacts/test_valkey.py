@@ -18,6 +18,7 @@ from common.prefix_index import scripts
 from deploy.redis_server import find_binary
 from tests.deploy_artifacts.conftest import Render
 from tests.deploy_artifacts.manifests import named
+from tests.ports import free_port
 
 PASSWORD = "aStrongPassword1"
 START_LIMIT_S = 60.0
@@ -41,9 +42,7 @@ def prepare(folder: Path, data: dict[str, str], password: str) -> tuple[dict[str
     binary = server_binary()
     if binary is None:
         pytest.skip("no Redis or Valkey server here")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     (folder / "bin").mkdir()
     (folder / "bin" / "valkey-server").symlink_to(binary)
     conf = data["valkey.conf"].replace("port 6380", f"port {port}").replace("dir /data", f"dir {folder}")
