@@ -33,7 +33,7 @@ FORGET_S = 60.0
 ASK_AGAIN_S = 1.0
 # 4 MB in one message: half of what Redis keeps for a listener before it cuts it off. Larger sets are not mirrored.
 MAX_MEMBERS = 1 << 18
-# Members of a copy unpacked at a time, 0.3 ms: requests are answered in between.
+# Members of a copy unpacked at a time, half a millisecond: requests are answered in between.
 MAX_UNPACKED = 2048
 # Workers say every third of their lease that they live. What is this long without a word may have missed a change.
 SILENCE_S = 15.0
