@@ -122,11 +122,11 @@ RUNBOOK: tuple[Entry, ...] = (
     Entry(
         "Ray's control store dies",
         ("ray-control",),
-        "nothing, while the workers live",
+        "nothing: workers serve on (held for 40 s; Ray's own limits for longer absences are Ray's)",
         "nothing",
-        "`pdserve up` ends with what Ray says",
-        "nothing",
-        "start `pdserve up` again at a good moment: no worker is replaced until then",
+        "nothing of ours; Ray's own logs",
+        "nothing; no worker is replaced or scaled",
+        "start `pdserve up` again, at a good moment; on a cluster, a head that keeps its store in Redis comes back itself",
     ),
     Entry(
         "a router cannot reach a worker",
