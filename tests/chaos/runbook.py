@@ -126,7 +126,7 @@ RUNBOOK: tuple[Entry, ...] = (
         "nothing",
         "nothing of ours; Ray's own logs",
         "nothing; no worker is replaced or scaled",
-        "start `pdserve up` again, at a good moment; on a cluster, a head that keeps its store in Redis comes back itself",
+        "start `pdserve up` again, at a good moment",
     ),
     Entry(
         "a router cannot reach a worker",
