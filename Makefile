@@ -19,7 +19,8 @@ demo: install
 
 test: install
 	@$(BIN)/pdserve fetch-model
-	@$(BIN)/python -m pytest -q tests
+	@$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile -m "not cluster" tests
+	@$(BIN)/python -m pytest -q -m cluster tests
 
 check: install
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
