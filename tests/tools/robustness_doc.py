@@ -58,7 +58,7 @@ def explored() -> Iterator[str]:
     for name in deep_exploration.all_worlds():
         found = kept.get(name)
         if found is None:
-            yield _row(name, "not run whole since", *["-"] * 5)
+            yield _row(name, "not kept yet", *["-"] * 5)
             continue
         bound = "" if found["is_complete"] else "the first "
         counts = (f"{bound}{found['states']:,}", f"{found['transitions']:,}", f"{found['ends']:,}")
