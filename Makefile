@@ -19,7 +19,7 @@ demo: install
 
 test: install
 	@$(BIN)/pdserve fetch-model
-	@$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile -m "not cluster" tests
+	@$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --max-worker-restart 0 -m "not cluster" tests
 	@$(BIN)/python -m pytest -q -m cluster tests
 
 check: install
