@@ -78,14 +78,14 @@ void pdserve_draw_candidates(int32_t* candidates, int32_t* counts, const float* 
         int32_t count = 0;
         for (int64_t first = 0; first < size; first += kChunk) {
             int64_t length = std::min(kChunk, size - first);
-            uint8_t may_win[kChunk];
+            int32_t may_win[kChunk];
             int32_t num_winners = 0;
 #pragma omp simd reduction(+ : num_winners)
             for (int64_t t = 0; t < length; ++t) {
                 float distance = row[first + t] * inverse - floor;
                 uint32_t bits = noise_bits(uint32_t(first + t), low, high);
                 float rest = (8388607.5f - float(int32_t(bits))) * kStep;  // 1 - u, at least 2^-24
-                bool wins = rest <= exp_fast(distance) * 1.0001f;
+                int32_t wins = rest <= exp_above(distance) * 1.0001f;
                 may_win[t] = wins;
                 num_winners += wins;
             }

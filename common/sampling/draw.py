@@ -89,9 +89,15 @@ def draw_narrowed(
     noise = gumbel_of(hash_with(keys[0][owner], keys[1][owner], token_ids))
     found_logits = logits[row_ids[owner].to(logits.device), token_ids.long().to(logits.device)].cpu()
     sums = (found_logits / temperatures[owner]).add_(noise)
-    winners = [int(part.argmax()) for part in torch.split_with_sizes(sums, counts.tolist())]
-    drawn = torch.stack([part[winner] for part, winner in zip(found, winners, strict=True)])
+    drawn = token_ids[_best_of_each(sums, counts)]
     return best_ids.index_copy(0, row_ids.to(best_ids.device), drawn.long().to(best_ids.device))
+
+
+def _best_of_each(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Where the first greatest of each run of `counts` values is, in `values` [sum(counts)]."""
+    places = torch.arange(int(counts.max())) < counts.unsqueeze(1)
+    runs = torch.full(places.shape, float("-inf")).masked_scatter_(places, values)
+    return runs.argmax(dim=1) + counts.cumsum(0) - counts
 
 
 def draw_filtered(

@@ -40,10 +40,11 @@ def sample(
     best, best_ids = (draws or TorchDraws()).best(logits)
     # The best is NaN where any logit is: one pass finds NaN, +inf and rows that are -inf throughout.
     is_finite = best.isfinite().tolist()
-    picking = draws.adjusted(logits, specs) if isinstance(draws, DeviceDraws) else _adjusted(logits, specs)
+    device = draws if isinstance(draws, DeviceDraws) else None
+    picking = device.adjusted(logits, specs) if device is not None else _adjusted(logits, specs)
     if picking is not logits:
-        best_ids = draws.best(picking)[1] if isinstance(draws, DeviceDraws) else picking.argmax(dim=-1)
-    token_ids = _pick(picking, best_ids, specs, is_finite, draws)
+        best_ids = (draws or TorchDraws()).best(picking)[1]
+    token_ids = _pick(picking, best_ids, specs, is_finite, draws, device)
     may_draw = picking.gather(1, token_ids.unsqueeze(1)).squeeze(1).isfinite().tolist()
     logprobs = logprobs_of(logits, token_ids, specs)
     return [
@@ -76,6 +77,7 @@ def _pick(
     specs: Sequence[SampleSpec],
     is_finite: Sequence[bool],
     draws: DrawCandidates | None,
+    device: DeviceDraws | None,
 ) -> torch.Tensor:
     """[num_rows] int64: the best for greedy rows, Gumbel-max for the others, anything for rows that are not finite."""
     drawn_rows = [row for row, spec in enumerate(specs) if is_finite[row] and not is_greedy(spec)]
@@ -83,8 +85,8 @@ def _pick(
         narrow_rows = [row for row in drawn_rows if not has_filters(specs[row].params)]
         best_ids = draw_narrowed(logits, best_ids, specs, narrow_rows, draws)
         drawn_rows = [row for row in drawn_rows if has_filters(specs[row].params)]
-    if isinstance(draws, DeviceDraws):
-        return draw_filtered(logits, best_ids, specs, drawn_rows, draws)
+    if device is not None:
+        return draw_filtered(logits, best_ids, specs, drawn_rows, device)
     if drawn_rows:
         best_ids = best_ids.clone()
         vocab = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
