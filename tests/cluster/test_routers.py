@@ -1,14 +1,16 @@
 """Several routers before the same workers: each knows all, and one that dies takes nothing of the others with it."""
 
 import asyncio
+import contextlib
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 
 from tests.cluster.cluster import Cluster, running_cluster
-from tests.cluster.load import Case, random_cases, run_all, stream, wrong
+from tests.cluster.load import Case, random_cases, run_all, wrong
 from tests.ports import free_port
 
 DISAGGREGATED = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
@@ -29,14 +31,17 @@ async def test_two_routers_share_the_workers_and_one_that_is_killed_is_missed_by
         assert all(router["router_id"] in status.stdout for router in routers)
         victim = next(router for router in routers if router["http_url"] == cluster.url)
         cases = random_cases(40, seed=61, max_tokens=100)
-        long = Case(tuple(range(3, 103)), seed=5, max_tokens=400)
-        async with httpx.AsyncClient(timeout=60) as client:
-            lost = asyncio.create_task(stream(client, cluster.url, "tiny", long))
-            load = asyncio.create_task(run_all(second.url, "tiny", cases, at_once=8))
-            await asyncio.to_thread(until_running, cluster)
+        long = Case(tuple(range(3, 103)), seed=5, max_tokens=1900, num_choices=8)
+        load = asyncio.create_task(run_all(second.url, "tiny", cases, at_once=8))
+        async with (
+            httpx.AsyncClient(timeout=60) as client,
+            client.stream("POST", f"{cluster.url}/v1/completions", json=long.body("tiny")) as reply,
+        ):
+            lines = reply.aiter_lines()
+            await anext(lines)
             os.kill(victim["pid"], signal.SIGKILL)
-            broken = (await asyncio.gather(lost, return_exceptions=True))[0]
-        assert isinstance(broken, httpx.HTTPError | AssertionError)
+            left = [line async for line in lines_until_broken(lines)]
+        assert "data: [DONE]" not in left
         assert wrong(tiny_model, cases, await load) == []
         await asyncio.to_thread(second.audit)
         routers = await asyncio.to_thread(second_sees_both, second)
@@ -48,5 +53,7 @@ def second_sees_both(second: Cluster) -> list[dict[str, str | int]]:
     return second.wait_for(lambda state: state["routers"], lambda routers: sum(r["is_ready"] for r in routers) == 2)
 
 
-def until_running(cluster: Cluster) -> None:
-    cluster.wait_for(lambda state: state["num_running"], bool)
+async def lines_until_broken(lines: AsyncIterator[str]) -> AsyncIterator[str]:
+    with contextlib.suppress(httpx.HTTPError):
+        async for line in lines:
+            yield line
