@@ -11,6 +11,9 @@ import uvloop
 
 _TEXT = {"id": "cmpl-0", "object": "text_completion", "created": 1, "model": "stub"}
 
+# To whatever else is asked: health, the list of models, what the server runs.
+_ABOUT = {"status": "ok", "model_path": "stub", "object": "list", "data": [{"id": "stub", "object": "model"}]}
+
 
 def _choice(finish_reason: str | None) -> dict[str, Any]:
     return {**_TEXT, "choices": [{"index": 0, "text": " word", "logprobs": None, "finish_reason": finish_reason}]}
@@ -23,7 +26,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             lines = head.lower().split(b"\r\n")
             length = next((int(line[15:]) for line in lines if line.startswith(b"content-length:")), 0)
             body = await reader.readexactly(length)
-            writer.write(_answer(body) if head.startswith(b"POST") else _whole({"status": "ok", "model_path": "stub"}))
+            writer.write(_answer(body) if head.startswith(b"POST") else _whole(_ABOUT))
     except (asyncio.IncompleteReadError, ConnectionError):
         writer.close()
 

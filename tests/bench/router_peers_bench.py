@@ -23,10 +23,11 @@ from tests.bench.router_bench import NUM_CONNECTIONS, Rig
 from tests.bench.router_clients import HttpClient
 
 HOME = Path("build/peers/routers")
-PACKAGES = ("sglang-router==0.3.2", "vllm-router==0.1.17")
+PACKAGES = ("sglang-router==0.3.2", "vllm-router==0.1.17", "smg==1.13.0")
 PEERS = {
     "sglang-router": ("-m", "sglang_router.launch_router", "--policy", "cache_aware"),
     "vllm-router": ("-m", "vllm_router.launch_router", "--policy", "cache_aware"),
+    "smg": ("-m", "smg.launch_router", "--policy", "cache_aware"),
 }
 NUM_LATENCIES, NUM_LOADED, WARM_UP = 300, 3000, 48
 SCALE = 0.5  # of our router's benchmark
@@ -37,18 +38,24 @@ METRICS = (
 )
 
 
+def is_installed() -> bool:
+    """The marker tells which versions."""
+    marker = HOME / "installed"
+    return marker.exists() and marker.read_text().split() == list(PACKAGES)
+
+
 def install() -> None:
     """Idempotent."""
-    if (HOME / "installed").exists():
+    if is_installed():
         return
     subprocess.run([sys.executable, "-m", "venv", str(HOME)], check=True)
     subprocess.run([str(HOME / "bin" / "pip"), "install", "--quiet", *PACKAGES], check=True)
-    (HOME / "installed").touch()
+    (HOME / "installed").write_text(" ".join(PACKAGES))
 
 
 def run() -> list[dict[str, Any]]:
     """Ours beside each peer's, in one run; none when they are not installed."""
-    if not (HOME / "installed").exists():
+    if not is_installed():
         return []
     peers = _peer_figures()
     ours = {row["metric"]: row for row in router_bench.run(scale=SCALE)}
