@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -59,4 +60,40 @@ inline void best_of(const float* logits, int64_t size, float* best, int64_t* bes
     const bool is_finite = std::find(nans, nans + kLanes, 1) == nans + kLanes;
     *best = is_finite ? top : std::numeric_limits<float>::quiet_NaN();
     *best_idx = first_of(logits, size, top);
+}
+
+// A sum less a margin wider than every rounding in it, and than what two logarithms differ by.
+inline float surely(float sum) { return sum - 1e-3f - 4e-6f * std::fabs(sum); }
+
+// The tokens that can win logits * inverse + noise, ascending; returns how many. `floor` is what some token reaches; each
+// token found raises it, so that a row has a handful. noise(u) <= -log(1 - u) because -log(u) >= 1 - u, so a token below
+// floor - noise cannot win.
+inline int32_t candidates_of(int32_t* found, const float* logits, int64_t size, float inverse, float floor,
+                             uint32_t key_low, uint32_t key_high) {
+    int32_t num_found = 0;
+    floor = surely(floor);
+    for (int64_t first = 0; first < size; first += kChunk) {
+        const int64_t length = std::min(kChunk, size - first);
+        int32_t may_win[kChunk];
+        int32_t num_winners = 0;
+#pragma omp simd reduction(+ : num_winners)
+        for (int64_t t = 0; t < length; ++t) {
+            float distance = logits[first + t] * inverse - floor;
+            uint32_t bits = noise_bits(uint32_t(first + t), key_low, key_high);
+            float rest = (8388607.5f - float(int32_t(bits))) * kStep;  // 1 - u, at least 2^-24
+            int32_t wins = rest <= exp_above(distance) * 1.0001f;
+            may_win[t] = wins;
+            num_winners += wins;
+        }
+        if (num_winners == 0) continue;
+        for (int64_t t = 0; t < length; ++t) {
+            if (!may_win[t]) continue;
+            const float u = (float(noise_bits(uint32_t(first + t), key_low, key_high)) + 0.5f) * kStep;
+            const float sum = logits[first + t] * inverse - std::log(-std::log(u));
+            if (sum < floor) continue;
+            found[num_found++] = int32_t(first + t);
+            floor = std::max(floor, surely(sum));
+        }
+    }
+    return num_found;
 }

@@ -62,39 +62,15 @@ void pdserve_best(const float* logits, int64_t row_stride, int64_t num_rows, int
 }
 
 // Per row the tokens that can win logits / temperature + noise, ascending, into candidates[row * size ...].
-// `floors` are what a known token of the row reaches; noise(u) <= -log(1 - u) because -log(u) >= 1 - u, so a token below
-// floor - noise cannot win. The comparison has a margin wider than every rounding in it.
+// `floors` are what a known token of the row reaches.
 void pdserve_draw_candidates(int32_t* candidates, int32_t* counts, const float* logits, int64_t row_stride,
                              const int64_t* rows, const float* temperatures, const float* floors,
                              const uint32_t* keys_low, const uint32_t* keys_high, int64_t num_rows, int64_t size,
                              int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_rows > 1)
-    for (int64_t i = 0; i < num_rows; ++i) {
-        const float* row = logits + rows[i] * row_stride;
-        const float inverse = 1.0f / temperatures[i];
-        const float floor = floors[i] - 1e-3f - 4e-6f * std::fabs(floors[i]);
-        const uint32_t low = keys_low[i], high = keys_high[i];
-        int32_t* target = candidates + i * size;
-        int32_t count = 0;
-        for (int64_t first = 0; first < size; first += kChunk) {
-            int64_t length = std::min(kChunk, size - first);
-            int32_t may_win[kChunk];
-            int32_t num_winners = 0;
-#pragma omp simd reduction(+ : num_winners)
-            for (int64_t t = 0; t < length; ++t) {
-                float distance = row[first + t] * inverse - floor;
-                uint32_t bits = noise_bits(uint32_t(first + t), low, high);
-                float rest = (8388607.5f - float(int32_t(bits))) * kStep;  // 1 - u, at least 2^-24
-                int32_t wins = rest <= exp_above(distance) * 1.0001f;
-                may_win[t] = wins;
-                num_winners += wins;
-            }
-            if (num_winners == 0) continue;
-            for (int64_t t = 0; t < length; ++t)
-                if (may_win[t]) target[count++] = int32_t(first + t);
-        }
-        counts[i] = count;
-    }
+    for (int64_t i = 0; i < num_rows; ++i)
+        counts[i] = candidates_of(candidates + i * size, logits + rows[i] * row_stride, size, 1.0f / temperatures[i],
+                                  floors[i], keys_low[i], keys_high[i]);
 }
 
 // Whether this processor computes products with packed bfloat16 weights; without, the functions below do nothing.

@@ -15,6 +15,7 @@ from common.model.native_backend import NativeBackend
 from common.native.ops import NativeOps, native_ops
 from common.request import SamplingParams
 from common.sampling import SampleError, sample
+from common.sampling.noise import gumbel_of, hash_with
 from tests.common.model.batches import Run, batch_of, scattered_runs
 from tests.common.model.test_cpu_backend import table
 
@@ -159,10 +160,12 @@ def test_narrowed_draws_bear_penalties_filters_greedy_rows_and_rows_that_are_not
     assert [isinstance(token, SampleError) for token in drawn] == [False, False, False, True, True, False, True]
 
 
-def test_few_tokens_are_left_of_a_peaked_vocabulary(ops: NativeOps) -> None:
-    logits = torch.randn(1, 49152, generator=torch.Generator().manual_seed(6)) * 2
-    logits[0, 5] = 20.0
+@pytest.mark.parametrize("spread", [0.0, 2.0])
+def test_few_tokens_are_left_of_a_flat_vocabulary_and_of_a_peaked_one(ops: NativeOps, spread: float) -> None:
+    logits = torch.randn(1, 49152, generator=torch.Generator().manual_seed(6)) * spread
+    logits[0, 5] = 10 * spread
     keys = torch.tensor([[3], [4]], dtype=torch.int32)
-    found = ops.draw_candidates(logits, torch.tensor([0]), torch.tensor([1.0]), torch.tensor([20.0]), keys)
-    assert 1 <= len(found[0]) < 50
-    assert 5 in found[0].tolist()
+    sums = logits[0] + gumbel_of(hash_with(3, 4, torch.arange(49152, dtype=torch.int32)))
+    found = ops.draw_candidates(logits, torch.tensor([0]), torch.tensor([1.0]), sums[5:6], keys)
+    assert len(found[0]) < 50
+    assert int(sums.argmax()) in found[0].tolist()
