@@ -1,6 +1,7 @@
 """From a worker's configuration to a model that is ready to run."""
 
 import ctypes
+import gc
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,6 +95,7 @@ def refit(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
     num_blocks = _num_blocks(config, cache.shape)
     if (num_blocks, config.block_size) != (cache.num_blocks, cache.block_size):
         cache.free()
+        gc.collect()  # the ended role is a web of callbacks: what it holds besides, as CUDA graphs, goes with it
         cache = KVCache(cache.shape, num_blocks, config.block_size, loaded.device)
     max_model_len = _max_model_len(config, loaded.spec, cache)
     runner = _new_runner(config, loaded.model, cache, loaded.draws, max_model_len)
