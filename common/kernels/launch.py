@@ -47,6 +47,13 @@ def nvidia_arch() -> int:
     return int(target.arch) if target.backend == "cuda" else 0
 
 
+def all_registers(head_dim: int) -> dict[str, int]:
+    """An option of attention's launches, of up to 8 warps: left alone, ptxas gives registers up for more warps at a time,
+    and spills 8 to 24 bytes for it. Above 128 it is the other way round: there it spills when told not to save.
+    """
+    return {"maxnreg": 255} if nvidia_arch() and head_dim <= 128 else {}
+
+
 def num_processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a few where there is none, so that loops over tiles have something to loop over."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

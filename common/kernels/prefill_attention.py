@@ -13,7 +13,7 @@ import triton.language as tl
 
 from common.kernels.attention_reference import paged_attention_reference
 from common.kernels.kv_layout import KVLayout, load_tile
-from common.kernels.launch import jit, launch, num_processors, nvidia_arch
+from common.kernels.launch import all_registers, jit, launch, num_processors, nvidia_arch
 from common.kernels.tiles import is_visible, normalized, online_softmax, paged_slots, scaled_scores
 from common.model.backend import AttentionBatch
 
@@ -279,6 +279,6 @@ def prefill_attention(
         GROUP=group, BLOCK_SIZE=kv.shape[2], ROW_STRIDE=layout.row_stride, NUM_KV_HEADS=layout.num_kv_heads,
         HEAD_DIM=head_dim, DIM_TILE=triton.next_power_of_2(head_dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         WINDOW=window, SOFT_CAP=soft_cap, KIND=layout.kind, IS_PERSISTENT=tiles.is_persistent,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **all_registers(head_dim),
     )  # fmt: skip
     return out
