@@ -47,11 +47,12 @@ def nvidia_arch() -> int:
     return int(target.arch) if target.backend == "cuda" else 0
 
 
-def all_registers(head_dim: int) -> dict[str, int]:
-    """An option of attention's launches, of up to 8 warps: left alone, ptxas gives registers up for more warps at a time,
-    and spills 8 to 24 bytes for it. Above 128 it is the other way round: there it spills when told not to save.
+def all_registers() -> dict[str, int]:
+    """An option for a launch of up to 8 warps that needs its registers more than it needs more warps at a time.
+
+    Left alone, ptxas trades them, and spills 8 to 24 bytes for it. It also takes twice as many as would do when told.
     """
-    return {"maxnreg": 255} if nvidia_arch() and head_dim <= 128 else {}
+    return {"maxnreg": 255} if nvidia_arch() else {}
 
 
 def num_processors(device: torch.device) -> int:

@@ -271,6 +271,7 @@ def prefill_attention(
     num_programs = num_tiles * layout.num_kv_heads
     if tiles.is_persistent:
         num_programs = min(num_programs, num_processors(q.device))
+    registers = all_registers() if layout.kind and head_dim <= 128 else {}
     launch(
         prefill_attention_kernel, (num_programs,), q.device,
         out, q, layout.key, layout.value, layout.key_scale, layout.value_scale,
@@ -279,6 +280,6 @@ def prefill_attention(
         GROUP=group, BLOCK_SIZE=kv.shape[2], ROW_STRIDE=layout.row_stride, NUM_KV_HEADS=layout.num_kv_heads,
         HEAD_DIM=head_dim, DIM_TILE=triton.next_power_of_2(head_dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         WINDOW=window, SOFT_CAP=soft_cap, KIND=layout.kind, IS_PERSISTENT=tiles.is_persistent,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **all_registers(head_dim),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **registers,
     )  # fmt: skip
     return out

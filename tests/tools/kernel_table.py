@@ -80,6 +80,7 @@ def _tuned_cases() -> Iterator[Case]:
         shape = Shape(head_dim, num_kv_heads=8, group=4, dtype=torch.bfloat16, kv_dtype=kv_dtype)
         for idx in (1, 2):
             yield Case(f"prefill tuned {idx} {label}", partial(_attend_tuned, shape, idx, "prefill"), WIDE_MATRIX)
+        for idx in range(1, len(decode_candidates(head_dim, torch.bfloat16, int(kv_dtype is not None)))):
             yield Case(f"decode tuned {idx} {label}", partial(_attend_tuned, shape, idx, "decode"), NARROW_MATRIX)
 
 
