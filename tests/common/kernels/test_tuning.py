@@ -9,11 +9,24 @@ import triton
 from structlog.testing import capture_logs
 
 from common.kernels import tuning
-from common.kernels.decode_attention import decode_attention, decode_attention_reference, decode_candidates
-from common.kernels.prefill_attention import prefill_attention, prefill_attention_reference, prefill_candidates
+from common.kernels.decode_attention import (
+    DecodeTiles,
+    decode_attention,
+    decode_attention_reference,
+    decode_candidates,
+)
+from common.kernels.prefill_attention import (
+    PrefillTiles,
+    prefill_attention,
+    prefill_attention_reference,
+    prefill_candidates,
+)
 from common.kernels.tuning import AttentionTiles, TuningFile, tune_attention
 from tests.common.kernels.cases import Shape, attention_case
 from tests.common.kernels.checks import compare_attention
+
+PREFILLS, DECODES = prefill_candidates(64, torch.bfloat16), decode_candidates(64, torch.bfloat16)
+NUM_CANDIDATES = len(PREFILLS) + len(DECODES)
 
 
 class Clock:
@@ -40,17 +53,19 @@ def tune(file: TuningFile, clock: Clock, dtype: torch.dtype = torch.bfloat16) ->
 def test_the_fastest_is_chosen_and_kept(file: TuningFile) -> None:
     clock = Clock(3.0, 1.0, 2.0)
     tiles = tune(file, clock)
-    assert tiles.prefill == prefill_candidates(64, torch.bfloat16)[1]
-    assert tiles.decode == decode_candidates(64, torch.bfloat16)[1]
-    assert clock.num_measured == 6
+    assert tiles.prefill == PREFILLS[1]
+    assert tiles.decode == DECODES[1]
+    assert clock.num_measured == NUM_CANDIDATES
     assert tune(file, Clock(1.0, 2.0, 3.0)) == tiles
 
 
 def test_another_dtype_is_measured_for_itself(file: TuningFile) -> None:
     tune(file, Clock(3.0, 1.0, 2.0))
     clock = Clock(2.0, 3.0, 1.0)
-    assert tune(file, clock, torch.float16).decode == decode_candidates(64, torch.float16)[2]
-    assert clock.num_measured == 6
+    tiles = tune(file, clock, torch.float16)
+    assert tiles.prefill == prefill_candidates(64, torch.float16)[2]
+    assert tiles.decode == decode_candidates(64, torch.float16)[0]
+    assert clock.num_measured == NUM_CANDIDATES
 
 
 def test_float32_has_nothing_to_choose(file: TuningFile) -> None:
@@ -63,7 +78,7 @@ def test_what_does_not_fit_the_device_is_never_chosen(file: TuningFile) -> None:
         raise triton.runtime.errors.OutOfResources(300_000, 200_000, "shared memory")
 
     kv = torch.zeros(2, 4, 16, 2, 64, dtype=torch.bfloat16)
-    assert tune_attention(file, kv, 4, 64, torch.bfloat16, measure).decode == decode_candidates(64, torch.bfloat16)[0]
+    assert tune_attention(file, kv, 4, 64, torch.bfloat16, measure).decode == DECODES[0]
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"prefill 4/2x64": "x"}', "[1]"])
@@ -73,7 +88,7 @@ def test_a_damaged_file_is_measured_over(file: TuningFile, tmp_path: Path, conte
     path.write_text(content)
     clock = Clock(3.0, 1.0, 2.0)
     tune(file, clock)
-    assert clock.num_measured == 6
+    assert clock.num_measured == NUM_CANDIDATES
     assert [child.name for child in path.parent.iterdir()] == ["tuned.json"]
 
 
@@ -81,16 +96,16 @@ def test_where_nothing_can_be_kept_every_start_measures(file: TuningFile, tmp_pa
     (tmp_path / "kernels").write_text("a file where the directory should be")
     clock = Clock(3.0, 1.0, 2.0)
     with capture_logs() as logs:
-        assert tune(file, clock).decode == decode_candidates(64, torch.bfloat16)[1]
+        assert tune(file, clock).decode == DECODES[1]
     assert {line["event"] for line in logs} == {"tuning_not_kept"}
     tune(file, clock)
-    assert clock.num_measured == 12
+    assert clock.num_measured == 2 * NUM_CANDIDATES
 
 
 def test_a_kept_choice_beyond_the_candidates_is_the_first(file: TuningFile, monkeypatch: pytest.MonkeyPatch) -> None:
     tune(file, Clock(3.0, 2.0, 1.0))
-    monkeypatch.setattr(tuning, "decode_candidates", lambda *_: decode_candidates(64, torch.bfloat16)[:1])
-    assert tune(file, Clock(1.0)).decode == decode_candidates(64, torch.bfloat16)[0]
+    monkeypatch.setattr(tuning, "decode_candidates", lambda *_: DECODES[:1])
+    assert tune(file, Clock(1.0)).decode == DECODES[0]
 
 
 def test_the_file_is_of_one_device_one_triton_and_one_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +118,13 @@ def test_the_file_is_of_one_device_one_triton_and_one_source(tmp_path: Path, mon
     assert TuningFile.of_device("H100")._path != first
 
 
-@pytest.mark.parametrize("idx", range(3))
-def test_every_candidate_is_right(idx: int) -> None:
+@pytest.mark.parametrize("tiles", DECODES, ids=repr)
+def test_every_decode_candidate_is_right(tiles: DecodeTiles) -> None:
     case = attention_case(((300, 1), (90, 1), (17, 1)), Shape(dtype=torch.bfloat16))
-    tiles = decode_candidates(64, torch.bfloat16)[idx]
     compare_attention(decode_attention, decode_attention_reference, case, tiles=tiles)
+
+
+@pytest.mark.parametrize("tiles", PREFILLS, ids=repr)
+def test_every_prefill_candidate_is_right(tiles: PrefillTiles) -> None:
     case = attention_case(((300, 170), (90, 40)), Shape(dtype=torch.bfloat16))
-    tiles = prefill_candidates(64, torch.bfloat16)[idx]
     compare_attention(prefill_attention, prefill_attention_reference, case, tiles=tiles)
