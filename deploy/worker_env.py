@@ -1,4 +1,4 @@
-"""What a worker process finds in its environment: threads, interfaces, the kernels' interpreter. Pure but for one look.
+"""What a worker process finds in its environment: threads, interfaces, name look-ups, the kernels' interpreter.
 
 Workers on one machine share its cores: each computes with its share of them, and threads that wait sleep instead of
 spinning on a core that another worker could use.
@@ -11,6 +11,7 @@ from common.config import ClusterConfig, WorkerSettings
 from common.messages import Role
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+_SHORT_LOOKUPS = "timeout:1 attempts:2"  # resolv.conf(5): seconds, tries
 
 
 def num_threads_per_worker(config: ClusterConfig, num_cores: int) -> int:
@@ -40,6 +41,9 @@ def worker_environment(settings: WorkerSettings, *, has_gpu: bool) -> dict[str, 
         "OMP_NUM_THREADS": str(settings.num_threads),
         "MKL_NUM_THREADS": str(settings.num_threads),
         "OMP_WAIT_POLICY": "PASSIVE",
+        # torch's TCPStore asks the name server for the name of each peer, only to log it. A silent one would hold the
+        # first link up for ten seconds.
+        "RES_OPTIONS": os.environ.get("RES_OPTIONS", _SHORT_LOOKUPS),
     }
     if settings.host.startswith("127."):
         env["GLOO_SOCKET_IFNAME"] = "lo"

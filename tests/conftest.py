@@ -5,6 +5,8 @@ import os
 # Before torch is imported: tensors here are tiny, and threads that wait for one another at each of them cost six times
 # as much as they save. Workers of real clusters are given theirs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As workers of real clusters have it: links stand soon although no name server answers.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 from collections.abc import Iterator
 
