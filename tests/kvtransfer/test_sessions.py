@@ -320,7 +320,7 @@ async def test_staging_buffers_are_all_given_back() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 async def test_a_dead_or_frozen_decode_worker_ends_its_transfers_and_holds_up_no_other(number: signal.Signals) -> None:
     """It dies with chunks under way to it, while another decode worker is served by the same prefill worker."""
-    async with pair(link_timeout_s=2.0, max_inflight_bytes=3000) as cluster, DecodeChild("doomed") as child:
+    async with pair(link_timeout_s=5.0, max_inflight_bytes=3000) as cluster, DecodeChild("doomed") as child:
         doomed = new_transfer_id("doomed")
         cluster.prefill.start(doomed, child.address, SOURCE_TABLE, NUM_TOKENS, peer=child.ref)
         rows = request_rows(1, NUM_TOKENS)
