@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,10 @@ def explore_world(name: str, max_states: int) -> Found:
 
 
 def explore_all(names: Sequence[str], max_states: int, jobs: int) -> Iterator[Found]:
+    """As they end: a world of an hour must not keep the smaller ones' counts from being kept."""
     with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
-        yield from pool.map(explore_world, names, [max_states] * len(names))
+        for future in as_completed([pool.submit(explore_world, name, max_states) for name in names]):
+            yield future.result()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

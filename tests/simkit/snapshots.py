@@ -14,27 +14,26 @@ from typing import Any
 
 from common.deadlines import Deadlines
 
-Reducer = Callable[[Any], tuple[Any, ...]]
+Reducer = Callable[[Any], tuple[Any, ...] | str]
 
 
 class _Reducers(dict[type, Reducer]):
     """Slotted dataclasses and named tuples are their class called with their fields; the rest is pickled as usual."""
 
     def __missing__(self, cls: type) -> Reducer:
-        reducer = _reducer_of(cls)
-        if reducer is None:
-            raise KeyError(cls)
-        self[cls] = reducer
+        self[cls] = reducer = _reducer_of(cls)
         return reducer
 
 
-def _reducer_of(cls: type) -> Reducer | None:
+def _reducer_of(cls: type) -> Reducer:
+    if issubclass(cls, type):  # a class itself, by its name
+        return attrgetter("__qualname__")
     if issubclass(cls, tuple):
         return lambda value: (cls, tuple(value))
     if issubclass(cls, Enum):
         return lambda value: (cls, (value.value,))
     if not is_dataclass(cls) or not hasattr(cls, "__slots__"):
-        return None
+        return lambda value: value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     names = [field.name for field in fields(cls)]
     if len(names) < 2:
         return lambda value: (cls, tuple(getattr(value, name) for name in names))

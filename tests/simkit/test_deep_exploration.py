@@ -41,6 +41,11 @@ def test_a_later_run_of_a_world_replaces_the_earlier_and_others_stay(tmp_path: P
     assert [(each["world"], each["states"]) for each in kept] == [("handoff: no fault", 6), ("cluster: no fault", 7)]
 
 
+def test_each_world_is_told_when_it_ends_and_not_in_its_turn() -> None:
+    names = ["cluster: no fault", "handoff: loss is told twice"]
+    assert [each["world"] for each in deep_exploration.explore_all(names, 10_000, 2)] == names[::-1]
+
+
 def test_only_what_is_missing_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
