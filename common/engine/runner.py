@@ -115,8 +115,8 @@ def _sample(
 ) -> tuple[SequenceResult, ...]:
     """One row of logits serves all samples of its sequence."""
     specs: list[SampleSpec] = [spec for seq in sequences for spec in seq.samples]
-    counts = torch.tensor([len(seq.samples) for seq in sequences], device=logits.device)
     if len(specs) > len(sequences):
+        counts = torch.tensor([len(seq.samples) for seq in sequences], device=logits.device)
         logits = logits.repeat_interleave(counts, dim=0)
     drawn = iter(sample(logits, specs, draws))
     return tuple(_result(seq, [next(drawn) for _ in seq.samples]) for seq in sequences)

@@ -14,6 +14,8 @@ from common.engine.plan import SampleSpec
 from common.kernels.sampling import adjust_logits, may_draw, row_best
 from common.request import SamplingParams
 from common.sampling.adjust import FORBIDDEN, needs_adjustment, penalty_of
+from common.sampling.draw import Candidates
+from common.sampling.noise import gumbel_of, hash_with
 
 # Wider than the rounding of anything that a floor is computed from or compared with.
 ABSOLUTE_MARGIN, RELATIVE_MARGIN = 1e-3, 4e-6
@@ -53,15 +55,17 @@ class TritonDraws:
     def draw_candidates(
         self,
         logits: torch.Tensor,  # [num_rows, vocab_size] float32
-        rows: torch.Tensor,  # [num_drawn] int64; this and what follows on the CPU
+        rows: torch.Tensor,  # [num_drawn] int64, on the CPU as temperatures and keys are
         temperatures: torch.Tensor,  # [num_drawn] float32
-        floors: torch.Tensor,  # [num_drawn] float32: logit / temperature + noise of some token of the row
+        best_ids: torch.Tensor,  # [num_drawn] int64: each row's best, on the device of the logits
         keys: torch.Tensor,  # [2, num_drawn] int32: low and high half of each row's noise key
-    ) -> list[torch.Tensor]:
-        """Per drawn row the token ids (int32, ascending, on the CPU) among which the row's Gumbel-max surely is."""
+    ) -> Candidates:
+        """The tokens among which each drawn row's Gumbel-max surely is."""
+        best_logits = logits[rows.to(logits.device), best_ids].cpu()
+        floors = best_logits / temperatures + gumbel_of(hash_with(keys[0], keys[1], best_ids.cpu().int()))
         floors = floors - ABSOLUTE_MARGIN - RELATIVE_MARGIN * floors.abs()
         on_device = (x.to(logits.device, non_blocking=True) for x in (rows, floors, temperatures, keys))
-        return _token_ids(may_draw(logits, *on_device))
+        return _candidates(may_draw(logits, *on_device))
 
     def filter_candidates(
         self, logits: torch.Tensor, rows: Sequence[int], specs: Sequence[SampleSpec]
@@ -79,7 +83,7 @@ class TritonDraws:
         part_best = self._part_best[row_ids]
         floors = torch.stack([_floor(part_best[idx], totals[idx], logits, one) for idx, one in enumerate(params)])
         floors = floors - ABSOLUTE_MARGIN * temperatures - RELATIVE_MARGIN * floors.abs()
-        found = _token_ids(may_draw(logits, row_ids, floors))
+        found = torch.split_with_sizes(*_candidates(may_draw(logits, row_ids, floors)))
         sums = torch.stack(totals).tolist()
         return [
             (ids, total if _is_top_p_alone(one) else None) for ids, total, one in zip(found, sums, params, strict=True)
@@ -115,11 +119,11 @@ def _floor(part_best: torch.Tensor, total: torch.Tensor, logits: torch.Tensor, p
     return torch.stack(floors).max()
 
 
-def _token_ids(may: torch.Tensor) -> list[torch.Tensor]:
-    """Ascending ids of each row's set tokens, int32 on the CPU: one wait for the device."""
+def _candidates(may: torch.Tensor) -> Candidates:
+    """Each row's set tokens: one wait for the device."""
     rows, token_ids = may.nonzero().to("cpu").unbind(1)
     counts = torch.bincount(rows, minlength=may.shape[0])
-    return list(torch.split_with_sizes(token_ids.int(), counts.tolist()))
+    return Candidates(token_ids.int(), counts.tolist())
 
 
 def _entries(first: int, spec: SampleSpec) -> list[tuple[float, ...]]:

@@ -65,13 +65,17 @@ inline void best_of(const float* logits, int64_t size, float* best, int64_t* bes
 // A sum less a margin wider than every rounding in it, and than what two logarithms differ by.
 inline float surely(float sum) { return sum - 1e-3f - 4e-6f * std::fabs(sum); }
 
-// The tokens that can win logits * inverse + noise, ascending; returns how many. `floor` is what some token reaches; each
-// token found raises it, so that a row has a handful. noise(u) <= -log(1 - u) because -log(u) >= 1 - u, so a token below
+// The tokens that can win logits * inverse + noise, ascending; returns how many: one, but for near ties. The best token's
+// sum is a floor, which each token found raises; those that the last one rules out are dropped at the end. noise(u) <= -log(1 - u) because -log(u) >= 1 - u, so a token below
 // floor - noise cannot win.
-inline int32_t candidates_of(int32_t* found, const float* logits, int64_t size, float inverse, float floor,
+inline int32_t candidates_of(int32_t* found, const float* logits, int64_t size, float inverse, int64_t best_idx,
                              uint32_t key_low, uint32_t key_high) {
+    const auto sum_of = [&](int64_t token_id) {
+        const float u = (float(noise_bits(uint32_t(token_id), key_low, key_high)) + 0.5f) * kStep;
+        return logits[token_id] * inverse - std::log(-std::log(u));
+    };
     int32_t num_found = 0;
-    floor = surely(floor);
+    float floor = surely(sum_of(best_idx));
     for (int64_t first = 0; first < size; first += kChunk) {
         const int64_t length = std::min(kChunk, size - first);
         int32_t may_win[kChunk];
@@ -88,12 +92,12 @@ inline int32_t candidates_of(int32_t* found, const float* logits, int64_t size, 
         if (num_winners == 0) continue;
         for (int64_t t = 0; t < length; ++t) {
             if (!may_win[t]) continue;
-            const float u = (float(noise_bits(uint32_t(first + t), key_low, key_high)) + 0.5f) * kStep;
-            const float sum = logits[first + t] * inverse - std::log(-std::log(u));
+            const float sum = sum_of(first + t);
             if (sum < floor) continue;
             found[num_found++] = int32_t(first + t);
             floor = std::max(floor, surely(sum));
         }
     }
-    return num_found;
+    return int32_t(std::remove_if(found, found + num_found, [&](int32_t token_id) { return sum_of(token_id) < floor; }) -
+                   found);
 }

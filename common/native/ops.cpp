@@ -4,6 +4,8 @@
 
 #include <omp.h>
 
+#include <cstring>
+
 #include "attention.h"
 #include "draw.h"
 #include "elementwise.h"
@@ -61,16 +63,19 @@ void pdserve_best(const float* logits, int64_t row_stride, int64_t num_rows, int
         best_of(logits + row * row_stride, size, best + row, best_idx + row);
 }
 
-// Per row the tokens that can win logits / temperature + noise, ascending, into candidates[row * size ...].
-// `floors` are what a known token of the row reaches.
+// Per row the tokens that can win logits / temperature + noise, ascending, one row's after the other's. `candidates` has
+// room for `size` of each row.
 void pdserve_draw_candidates(int32_t* candidates, int32_t* counts, const float* logits, int64_t row_stride,
-                             const int64_t* rows, const float* temperatures, const float* floors,
+                             const int64_t* rows, const float* temperatures, const int64_t* best_ids,
                              const uint32_t* keys_low, const uint32_t* keys_high, int64_t num_rows, int64_t size,
                              int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_rows > 1)
     for (int64_t i = 0; i < num_rows; ++i)
         counts[i] = candidates_of(candidates + i * size, logits + rows[i] * row_stride, size, 1.0f / temperatures[i],
-                                  floors[i], keys_low[i], keys_high[i]);
+                                  best_ids[i], keys_low[i], keys_high[i]);
+    int64_t end = 0;
+    for (int64_t i = 0; i < num_rows; end += counts[i++])
+        std::memmove(candidates + end, candidates + i * size, size_t(counts[i]) * sizeof(int32_t));
 }
 
 // Whether this processor computes products with packed bfloat16 weights; without, the functions below do nothing.

@@ -9,6 +9,7 @@ from common.model.elementwise import TorchElementwise
 from common.native.build import load_library
 from common.native.products import native_products
 from common.native.signature import function
+from common.sampling.draw import Candidates
 
 SUPPORTED = (torch.float32, torch.bfloat16)
 
@@ -104,19 +105,20 @@ class NativeOps:
         logits: torch.Tensor,  # [num_rows, vocab_size] float32
         rows: torch.Tensor,  # [num_drawn] int64
         temperatures: torch.Tensor,  # [num_drawn] float32
-        floors: torch.Tensor,  # [num_drawn] float32: logit / temperature + noise of some token of the row
+        best_ids: torch.Tensor,  # [num_drawn] int64: each row's best
         keys: torch.Tensor,  # [2, num_drawn] int32: low and high half of each row's noise key
-    ) -> list[torch.Tensor]:
-        """Per drawn row the token ids (int32, ascending) among which the row's Gumbel-max surely is."""
+    ) -> Candidates:
+        """The tokens among which each drawn row's Gumbel-max surely is."""
         num_rows, size = rows.shape[0], logits.shape[1]
-        found = torch.empty((num_rows, size), dtype=torch.int32)
+        found = torch.empty(num_rows * size, dtype=torch.int32)
         counts = torch.empty(num_rows, dtype=torch.int32)
         self._draw_candidates(
             found.data_ptr(), counts.data_ptr(), logits.data_ptr(), logits.stride(0), rows.data_ptr(),
-            temperatures.data_ptr(), floors.data_ptr(), keys[0].data_ptr(), keys[1].data_ptr(), num_rows, size,
+            temperatures.data_ptr(), best_ids.data_ptr(), keys[0].data_ptr(), keys[1].data_ptr(), num_rows, size,
             _threads(),
         )  # fmt: skip
-        return [found[row, :count] for row, count in enumerate(counts.tolist())]
+        num_found = counts.tolist()
+        return Candidates(found[: sum(num_found)], num_found)
 
     def _norm(
         self,

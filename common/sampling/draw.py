@@ -2,17 +2,24 @@
 
 Noise for a whole vocabulary is the dear part of a step (0.2 ms a row). Noise grows with the hashed bits alone, so with
 the sum that one token reaches most tokens are ruled out by their bits, without a logarithm; what is left is drawn from
-exactly as the whole row would be.
+exactly as the whole row would be. A device may leave one token of most rows: then nothing is left to draw.
 """
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from common.engine.plan import SampleSpec
 from common.sampling.filters import apply_filters
 from common.sampling.noise import gumbel, gumbel_of, hash_with, key_halves
+
+
+class Candidates(NamedTuple):
+    """Tokens of several rows, one row's after the other's, on the CPU."""
+
+    token_ids: torch.Tensor  # [sum(counts)] int32, ascending in each row
+    counts: list[int]
 
 
 class DrawCandidates(Protocol):
@@ -27,10 +34,10 @@ class DrawCandidates(Protocol):
         logits: torch.Tensor,  # [num_rows, vocab_size] float32
         rows: torch.Tensor,  # [num_drawn] int64
         temperatures: torch.Tensor,  # [num_drawn] float32
-        floors: torch.Tensor,  # [num_drawn] float32: logit / temperature + noise of some token of the row
+        best_ids: torch.Tensor,  # [num_drawn] int64: each row's best, on the device of the logits
         keys: torch.Tensor,  # [2, num_drawn] int32: low and high half of each row's noise key
-    ) -> list[torch.Tensor]:
-        """Per drawn row the token ids (int32, ascending) among which the row's Gumbel-max surely is."""
+    ) -> Candidates:
+        """The tokens among which each drawn row's Gumbel-max surely is."""
         ...
 
 
@@ -68,12 +75,10 @@ def draw_narrowed(
     logits: torch.Tensor,
     best_ids: torch.Tensor,  # [num_rows] int64
     specs: Sequence[SampleSpec],
-    rows: Sequence[int],  # without filters, and finite
+    rows: Sequence[int],  # that may be drawn from, without filters
     draws: DrawCandidates,
 ) -> torch.Tensor:
     """`best_ids` with the rows of `rows` drawn instead, the same tokens as `draw` gives."""
-    may_draw = logits.gather(1, best_ids.unsqueeze(1)).squeeze(1).isfinite().tolist()
-    rows = [row for row in rows if may_draw[row]]
     if not rows:
         return best_ids
     row_ids = torch.tensor(rows)
@@ -81,35 +86,33 @@ def draw_narrowed(
     halves = [key_halves(specs[row].params.seed, specs[row].choice_idx, specs[row].position) for row in rows]
     keys = torch.tensor(halves, dtype=torch.int32).T.contiguous()
     best = best_ids[row_ids.to(best_ids.device)]
-    best_logits = logits[row_ids.to(logits.device), best].cpu()
-    floors = best_logits / temperatures + gumbel_of(hash_with(keys[0], keys[1], best.cpu().int()))
-    found = draws.draw_candidates(logits, row_ids, temperatures, floors, keys)
-    counts = torch.tensor([len(token_ids) for token_ids in found])
-    token_ids, owner = torch.cat(found), torch.repeat_interleave(torch.arange(len(rows)), counts)
-    noise = gumbel_of(hash_with(keys[0][owner], keys[1][owner], token_ids))
-    found_logits = logits[row_ids[owner].to(logits.device), token_ids.long().to(logits.device)].cpu()
-    sums = (found_logits / temperatures[owner]).add_(noise)
-    drawn = token_ids[_best_of_each(sums, counts)]
-    return best_ids.index_copy(0, row_ids.to(best_ids.device), drawn.long().to(best_ids.device))
+    token_ids, counts = draws.draw_candidates(logits, row_ids, temperatures, best, keys)
+    if len(token_ids) > len(rows):
+        # A list, because `torch.repeat_interleave` wakes all threads for a few numbers.
+        owner = torch.tensor([idx for idx, count in enumerate(counts) for _ in range(count)])
+        low, high = keys[:, owner]
+        found_logits = logits[row_ids[owner].to(logits.device), token_ids.long().to(logits.device)].cpu()
+        sums = (found_logits / temperatures[owner]).add_(gumbel_of(hash_with(low, high, token_ids)))
+        token_ids = token_ids[list(_best_of_each(sums.tolist(), counts))]
+    return best_ids.index_copy(0, row_ids.to(best_ids.device), token_ids.long().to(best_ids.device))
 
 
-def _best_of_each(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Where the first greatest of each run of `counts` values is, in `values` [sum(counts)]."""
-    places = torch.arange(int(counts.max())) < counts.unsqueeze(1)
-    runs = torch.full(places.shape, float("-inf")).masked_scatter_(places, values)
-    return runs.argmax(dim=1) + counts.cumsum(0) - counts
+def _best_of_each(values: Sequence[float], counts: Sequence[int]) -> Iterator[int]:
+    """Where the first greatest of each run of `counts` values is."""
+    start = 0
+    for count in counts:
+        yield max(range(start, start + count), key=values.__getitem__)
+        start += count
 
 
 def draw_filtered(
     logits: torch.Tensor,
     best_ids: torch.Tensor,  # [num_rows] int64
     specs: Sequence[SampleSpec],
-    rows: Sequence[int],  # finite, with filters
+    rows: Sequence[int],  # that may be drawn from, with filters
     draws: DeviceDraws,
 ) -> torch.Tensor:
     """`best_ids` with the rows of `rows` drawn instead, the same tokens as `draw` gives."""
-    may_draw = logits.gather(1, best_ids.unsqueeze(1)).squeeze(1).isfinite().tolist()
-    rows = [row for row in rows if may_draw[row]]
     if not rows:
         return best_ids
     found = draws.filter_candidates(logits, rows, specs)

@@ -42,13 +42,14 @@ def sample(
     is_finite = best.isfinite().tolist()
     device = draws if isinstance(draws, DeviceDraws) else None
     picking = device.adjusted(logits, specs) if device is not None else _adjusted(logits, specs)
+    may_draw = is_finite
     if picking is not logits:
-        best_ids = (draws or TorchDraws()).best(picking)[1]
-    token_ids = _pick(picking, best_ids, specs, is_finite, draws, device)
-    may_draw = picking.gather(1, token_ids.unsqueeze(1)).squeeze(1).isfinite().tolist()
+        best, best_ids = (draws or TorchDraws()).best(picking)
+        may_draw = list(map(all, zip(is_finite, best.isfinite().tolist(), strict=True)))
+    token_ids = _pick(picking, best_ids, specs, may_draw, draws, device)
     logprobs = logprobs_of(logits, token_ids, specs)
     return [
-        SampledToken(token_id, *logprobs.get(row, ())) if is_finite[row] and may_draw[row] else _error(is_finite[row])
+        SampledToken(token_id, *logprobs.get(row, ())) if may_draw[row] else _error(is_finite[row])
         for row, token_id in enumerate(token_ids.tolist())
     ]
 
@@ -73,14 +74,14 @@ def _adjusted(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor
 
 def _pick(
     logits: torch.Tensor,
-    best_ids: torch.Tensor,  # [num_rows] int64: argmax of each row that is finite
+    best_ids: torch.Tensor,  # [num_rows] int64: argmax of each row that may be drawn from
     specs: Sequence[SampleSpec],
-    is_finite: Sequence[bool],
+    may_draw: Sequence[bool],
     draws: DrawCandidates | None,
     device: DeviceDraws | None,
 ) -> torch.Tensor:
-    """[num_rows] int64: the best for greedy rows, Gumbel-max for the others, anything for rows that are not finite."""
-    drawn_rows = [row for row, spec in enumerate(specs) if is_finite[row] and not is_greedy(spec)]
+    """[num_rows] int64: the best for greedy rows, Gumbel-max for the others, anything where no token may be drawn."""
+    drawn_rows = [row for row, spec in enumerate(specs) if may_draw[row] and not is_greedy(spec)]
     if draws is not None:
         narrow_rows = [row for row in drawn_rows if not has_filters(specs[row].params)]
         best_ids = draw_narrowed(logits, best_ids, specs, narrow_rows, draws)
