@@ -36,7 +36,7 @@ from tests.ports import free_port
 
 SHAPE = Shape(180, 64)
 # name, requests, per second, connections
-LOADS = (("1 connection", 6, float("inf"), 1), ("4 requests/s", 32, 4.0, 64), ("16 connections", 48, float("inf"), 16))
+LOADS = (("1 connection", 6, float("inf"), 1), ("4 requests/s", 32, 4.0, 64), ("16 connections", 96, float("inf"), 16))
 NUM_STREAMS, NUM_LONG, LONG_TOKENS, LONG_INTERVAL_S = 4, 6, 2000, 1.5
 VOCABULARY = range(1000, 40_000)
 ROUNDS = 2
