@@ -38,7 +38,9 @@ def decode_tiles(head_dim: int, dtype: torch.dtype, kind: int = 0) -> DecodeTile
         return DecodeTiles(block_n, num_warps, num_stages=1)
     if dtype == torch.float32:
         return DecodeTiles(block_n=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
-    return DecodeTiles(block_n=64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
+    # codes are made numbers of in registers, of which gfx942 lacks one for three stages of 128
+    num_stages = 2 if kind and 64 < head_dim <= 128 else 3
+    return DecodeTiles(block_n=64 if head_dim <= 128 else 32, num_warps=4, num_stages=num_stages)
 
 
 def decode_candidates(head_dim: int, dtype: torch.dtype, kind: int = 0) -> list[DecodeTiles]:
@@ -46,8 +48,9 @@ def decode_candidates(head_dim: int, dtype: torch.dtype, kind: int = 0) -> list[
     default = decode_tiles(head_dim, dtype, kind)
     if dtype == torch.float32:
         return [default]
-    small = replace(default, block_n=32, num_warps=2) if head_dim <= 128 else replace(default, block_n=16)
-    if head_dim <= 64:  # ptxas spills with two stages (sm_100), and three of so small tiles leave room enough
+    small = DecodeTiles(block_n=32, num_warps=2, num_stages=3) if head_dim <= 128 else replace(default, block_n=16)
+    # ptxas spills with two stages of 64 (sm_100), and three of so small tiles leave room enough
+    if head_dim <= 64 or default.num_stages == 2:
         return [default, small]
     return [default, replace(default, num_stages=2), small]
 

@@ -271,7 +271,9 @@ def prefill_attention(
     num_programs = num_tiles * layout.num_kv_heads
     if tiles.is_persistent:
         num_programs = min(num_programs, num_processors(q.device))
-    registers = all_registers() if layout.kind and head_dim <= 128 else {}
+    is_short = head_dim <= 64 and tiles.num_warps == 4 and nvidia_arch() >= 100
+    needs_registers = head_dim <= 128 if layout.kind else is_short
+    registers = all_registers() if needs_registers else {}
     launch(
         prefill_attention_kernel, (num_programs,), q.device,
         out, q, layout.key, layout.value, layout.key_scale, layout.value_scale,
