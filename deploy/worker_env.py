@@ -36,13 +36,13 @@ def worker_settings(config: ClusterConfig, role: Role, num_threads: int) -> Work
 
 
 def worker_environment(settings: WorkerSettings, *, has_gpu: bool) -> dict[str, str]:
-    """Environment variables of a worker's process, over what it inherits."""
+    """Environment variables of a worker's process, over what it inherits; of RES_OPTIONS this process's own stands."""
     env = {
         "OMP_NUM_THREADS": str(settings.num_threads),
         "MKL_NUM_THREADS": str(settings.num_threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         # torch's TCPStore asks the name server for the name of each peer, only to log it. A silent one would hold the
-        # first link up for ten seconds.
+        # first link up for ten seconds. Read by the C library at a process's first look-up, so set before that.
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", _SHORT_LOOKUPS),
     }
     if settings.host.startswith("127."):

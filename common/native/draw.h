@@ -65,9 +65,9 @@ inline void best_of(const float* logits, int64_t size, float* best, int64_t* bes
 // A sum less a margin wider than every rounding in it, and than what two logarithms differ by.
 inline float surely(float sum) { return sum - 1e-3f - 4e-6f * std::fabs(sum); }
 
-// The tokens that can win logits * inverse + noise, ascending; returns how many: one, but for near ties. The best token's
-// sum is a floor, which each token found raises; those that the last one rules out are dropped at the end. noise(u) <= -log(1 - u) because -log(u) >= 1 - u, so a token below
-// floor - noise cannot win.
+// The tokens that can win logits * inverse + noise, ascending; returns how many: one, but for ties within the margin of
+// `surely`. The best token's sum is a floor, which each token found raises; those that the last one rules out are dropped
+// at the end. noise(u) <= -log(1 - u) because -log(u) >= 1 - u, so a token below floor - noise cannot win.
 inline int32_t candidates_of(int32_t* found, const float* logits, int64_t size, float inverse, int64_t best_idx,
                              uint32_t key_low, uint32_t key_high) {
     const auto sum_of = [&](int64_t token_id) {

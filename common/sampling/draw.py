@@ -16,7 +16,7 @@ from common.sampling.noise import gumbel, gumbel_of, hash_with, key_halves
 
 
 class Candidates(NamedTuple):
-    """Tokens of several rows, one row's after the other's, on the CPU."""
+    """Tokens of several rows, one at least of each, one row's after the other's, on the CPU."""
 
     token_ids: torch.Tensor  # [sum(counts)] int32, ascending in each row
     counts: list[int]
@@ -87,6 +87,7 @@ def draw_narrowed(
     keys = torch.tensor(halves, dtype=torch.int32).T.contiguous()
     best = best_ids[row_ids.to(best_ids.device)]
     token_ids, counts = draws.draw_candidates(logits, row_ids, temperatures, best, keys)
+    assert min(counts) > 0, f"rows without a candidate: {counts}"
     if len(token_ids) > len(rows):
         # A list, because `torch.repeat_interleave` wakes all threads for a few numbers.
         owner = torch.tensor([idx for idx, count in enumerate(counts) for _ in range(count)])

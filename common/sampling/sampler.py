@@ -4,6 +4,7 @@ Rows are independent: what a row draws depends on its logits and its spec only, 
 A row that is not finite is an error of that row alone.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from common.sampling.filters import has_filters
 from common.sampling.logprobs import logprobs_of
 
 GREEDY_BELOW = 1e-5  # temperatures that would only amplify rounding
+_MAX_SCALED = 1e38  # below float32's largest number, with room for the noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,15 @@ def sample(
         return []
     best, best_ids = (draws or TorchDraws()).best(logits)
     # The best is NaN where any logit is: one pass finds NaN, +inf and rows that are -inf throughout.
-    is_finite = best.isfinite().tolist()
+    is_finite = list(map(math.isfinite, best.tolist()))
     device = draws if isinstance(draws, DeviceDraws) else None
     picking = device.adjusted(logits, specs) if device is not None else _adjusted(logits, specs)
-    may_draw = is_finite
     if picking is not logits:
         best, best_ids = (draws or TorchDraws()).best(picking)
-        may_draw = list(map(all, zip(is_finite, best.isfinite().tolist(), strict=True)))
+    may_draw = [
+        row_is_finite and _stays_finite(value, spec)
+        for row_is_finite, value, spec in zip(is_finite, best.tolist(), specs, strict=True)
+    ]
     token_ids = _pick(picking, best_ids, specs, may_draw, draws, device)
     logprobs = logprobs_of(logits, token_ids, specs)
     return [
@@ -56,6 +60,11 @@ def sample(
 
 def is_greedy(spec: SampleSpec) -> bool:
     return spec.params.temperature < GREEDY_BELOW
+
+
+def _stays_finite(best: float, spec: SampleSpec) -> bool:
+    """Whether a row's best logit is finite, divided by the temperature too."""
+    return math.isfinite(best) and (is_greedy(spec) or abs(best) <= _MAX_SCALED * spec.params.temperature)
 
 
 def _error(is_finite: bool) -> SampleError:

@@ -62,8 +62,11 @@ def explore_world(name: str, max_states: int) -> Found:
 def explore_all(names: Sequence[str], max_states: int, jobs: int) -> Iterator[Found]:
     """As they end: a world of an hour must not keep the smaller ones' counts from being kept."""
     with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for future in as_completed([pool.submit(explore_world, name, max_states) for name in names]):
-            yield future.result()
+        try:
+            for future in as_completed([pool.submit(explore_world, name, max_states) for name in names]):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)  # a violation is told without the worlds that have not begun
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """The command that explores every world keeps what it found, one entry per world."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from tests.simkit import deep_exploration
 from tests.simkit.cluster_worlds import DEEP_WORLDS
 from tests.simkit.deep_exploration import add, all_worlds, explore_world, in_words, main
+from tests.simkit.explorer import Violation
 
 
 def found(world: str, states: int) -> dict[str, Any]:
@@ -44,6 +46,24 @@ def test_a_later_run_of_a_world_replaces_the_earlier_and_others_stay(tmp_path: P
 def test_each_world_is_told_when_it_ends_and_not_in_its_turn() -> None:
     names = ["cluster: no fault", "handoff: loss is told twice"]
     assert [each["world"] for each in deep_exploration.explore_all(names, 10_000, 2)] == names[::-1]
+
+
+def begin(name: str, max_states: int) -> dict[str, Any]:
+    """In place of `explore_world`, in a process of its own."""
+    with open(os.environ["BEGUN"], "a") as file:
+        file.write(f"{name}\n")
+    if name == "bad":
+        raise Violation("found")
+    return found(name, 1)
+
+
+def test_after_a_violation_hardly_another_world_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One or two may have been handed out before it is known."""
+    monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
+    monkeypatch.setattr(deep_exploration, "explore_world", begin)
+    with pytest.raises(Violation, match="found"):
+        list(deep_exploration.explore_all(["bad", *map(str, range(8))], 10_000, 1))
+    assert len((tmp_path / "begun").read_text().split()) <= 4
 
 
 def test_only_what_is_missing_is_run(

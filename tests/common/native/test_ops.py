@@ -161,7 +161,7 @@ def test_narrowed_draws_bear_penalties_filters_greedy_rows_and_rows_that_are_not
 
 
 @pytest.mark.parametrize("spread", [0.0, 2.0])
-def test_few_tokens_are_left_of_a_flat_vocabulary_and_of_a_peaked_one(ops: NativeOps, spread: float) -> None:
+def test_one_token_is_left_of_a_flat_vocabulary_and_of_a_peaked_one(ops: NativeOps, spread: float) -> None:
     logits = torch.randn(1, 49152, generator=torch.Generator().manual_seed(6)) * spread
     logits[0, 5] = 10 * spread
     keys = torch.tensor([[3], [4]], dtype=torch.int32)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common.engine.plan import SampleSpec
+from common.native.ops import native_ops
 from common.request import SampledToken, SamplingParams
 from common.sampling import SampleError, draw, sample
 
@@ -120,6 +121,16 @@ def test_a_row_that_may_draw_nothing_says_so(temperature: float) -> None:
     specs = [spec(temperature=temperature, allowed_token_ids=(4,), banned=(4,)), spec(temperature=0.0)]
     logits = rows(2)
     assert sample(logits, specs) == [SampleError("no token may be drawn"), SampledToken(int(logits[1].argmax()))]
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38, torch.finfo(torch.float32).min])
+def test_a_row_whose_temperature_takes_it_beyond_float32_says_so(value: float) -> None:
+    """Of any device: nothing is drawn from sums that are all infinite. Its best is still its best."""
+    specs = [spec(temperature=0.5), spec(temperature=0.0), spec(temperature=4.0)]
+    logits = torch.full((3, 1000), value)
+    logits[:, 0] = -math.inf
+    assert sample(logits, specs)[:2] == [SampleError("no token may be drawn"), SampledToken(1)]
+    assert sample(logits, specs) == sample(logits, specs, native_ops())
 
 
 def test_logprobs_are_of_the_raw_logits_best_first() -> None:
