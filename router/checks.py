@@ -1,6 +1,6 @@
 """The checks of single fields behind `router.validation`. Pure: no IO."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from common.errors import ContextLengthExceeded, InvalidRequest
 from router import limits
@@ -97,6 +97,14 @@ class Checks:
         for token_id in token_ids:
             self._in_vocabulary(field, token_id)
         return tuple(token_ids)
+
+    def allowed_token_ids(self, stop_token_ids: Collection[int]) -> tuple[int, ...]:
+        allowed = self.token_ids(
+            "allowed_token_ids", self.spec.sampling.allowed_token_ids, limits.MAX_ALLOWED_TOKEN_IDS
+        )
+        if allowed and self.spec.stop.min_tokens and set(allowed) <= set(stop_token_ids):
+            raise self.invalid("allowed_token_ids", "holds only tokens that end an answer, which min_tokens forbids")
+        return allowed
 
     def logit_bias(self) -> tuple[tuple[int, float], ...]:
         bias = self.spec.sampling.logit_bias

@@ -101,7 +101,7 @@ def deadline_of(request: Request) -> float | None:
     if stated is None:
         return None
     try:
-        return float(stated)
+        return float(stated.replace("_", "?"))  # Python's own way to group digits is not HTTP's
     except ValueError:
         message = f"{TIMEOUT_HEADER} must be a number of seconds"
         raise InvalidRequest(message, param=TIMEOUT_HEADER) from None

@@ -96,9 +96,9 @@ def _stop(body: GenerationBody, max_tokens: int | None) -> StopSpec:
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
-    """JSON has only strings as keys; they must spell plain decimal numbers."""
+    """JSON has only strings as keys; they must spell plain decimal numbers, each in the one way."""
     for key in bias:
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and key == str(int(key))):
             raise InvalidRequest(f"logit_bias holds {key[:32]!r}, which is no token id", param="logit_bias")
     return {int(key): value for key, value in bias.items()}
 

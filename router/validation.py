@@ -17,7 +17,7 @@ What is accepted (everything else is an InvalidRequest that names the field):
     logit_bias           300 entries, ids of the vocabulary, values -100 ... 100
     stop                 4 strings of 1 ... 64 characters
     stop_token_ids       64 ids of the vocabulary
-    allowed_token_ids    1,024 ids of the vocabulary
+    allowed_token_ids    1,024 ids of the vocabulary; with min_tokens one at least that does not end the answer
     priority             -100 (a tenant's own limit, with API keys) ... 100, lower runs earlier
     cache_salt           128 characters; with API keys only of tenants that may
 
@@ -100,6 +100,8 @@ class Validator:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         own_stop_ids = check.token_ids("stop_token_ids", stop.stop_token_ids, limits.MAX_STOP_TOKEN_IDS)
         eos_ids = () if stop.ignore_eos else self._model.eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*eos_ids, *own_stop_ids)))
+        min_tokens, allowed_ids = check.min_tokens(max_tokens), check.allowed_token_ids(stop_ids)
         return SamplingParams(
             seed=check.integer("seed", seed, -(2**63), 2**63 - 1) % _SEED_MODULUS,
             max_tokens=max_tokens,
@@ -111,10 +113,8 @@ class Validator:
             frequency_penalty=check.float_in_range("frequency_penalty", sampling.frequency_penalty),
             repetition_penalty=check.float_in_range("repetition_penalty", sampling.repetition_penalty),
             logit_bias=check.logit_bias(),
-            allowed_token_ids=check.token_ids(
-                "allowed_token_ids", sampling.allowed_token_ids, limits.MAX_ALLOWED_TOKEN_IDS
-            ),
+            allowed_token_ids=allowed_ids,
             num_logprobs=check.num_logprobs(),
-            min_tokens=check.min_tokens(max_tokens),
-            stop_token_ids=tuple(dict.fromkeys((*eos_ids, *own_stop_ids))),
+            min_tokens=min_tokens,
+            stop_token_ids=stop_ids,
         )

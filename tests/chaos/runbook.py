@@ -23,7 +23,8 @@ RUNBOOK: tuple[Entry, ...] = (
     Entry(
         "a prefill worker dies",
         ("prefill-killed", "ray-kills-actor"),
-        "nothing, at most a later first token",
+        "nothing, at most a later first token; where it was the only one, a pause until it is replaced "
+        "(an error after `router.pair_grace_s`)",
         "`pdserve_request_retries` with reason prefill_worker; `pdserve_workers` one less for seconds",
         "router: `worker_stream_ended`, `request_retried`",
         "the worker goes and comes with another incarnation",
@@ -32,7 +33,8 @@ RUNBOOK: tuple[Entry, ...] = (
     Entry(
         "a decode worker dies",
         ("decode-killed",),
-        "a pause in the stream, then the same tokens",
+        "a pause in the stream, then the same tokens; where it was the only one, until it is replaced "
+        "(an error after `router.pair_grace_s`)",
         "`pdserve_request_retries` with reason decode_worker; a peak of `pdserve_inter_token_latency_seconds`",
         "router: `worker_stream_ended`, `request_retried`; prefill workers: `handoff_peer_lost`",
         "the worker goes and comes; the waterfall of a request shows two attempts",

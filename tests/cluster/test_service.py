@@ -24,6 +24,7 @@ LONG = Case(tuple(range(3, 103)), seed=11, max_tokens=1900)
 def pools(tiny_model: Path) -> Iterator[Cluster]:
     """Blocks of different sizes on both sides; every prompt is handed off."""
     config = {"prefill_worker": {"block_size": 16}, "decode_worker": {"block_size": 32}}
+    config["router"] = {"pair_grace_s": 60}  # as long as a busy machine needs to replace a worker
     options = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
     with running_cluster(tiny_model, *options, prefill=2, decode=2, config=config) as cluster:
         yield cluster
@@ -126,6 +127,23 @@ async def test_a_worker_killed_under_load_is_not_noticed(cluster: Cluster, tiny_
     assert wrong(tiny_model, cases, await load) == []
     await asyncio.to_thread(cluster.wait_for_pools, 2, 2)
     assert victim not in [worker["pid"] for worker in cluster.workers()]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_only_worker_of_a_role_killed_is_a_pause_until_it_is_replaced(
+    cluster: Cluster, tiny_model: Path, role: str
+) -> None:
+    """1. scale to 1+1; 2. load; 3. kill -9 the only worker of a role; 4. the same tokens; 5. scale back to 2+2."""
+    cases = random_cases(30, seed=22, max_tokens=240)
+    assert (await asyncio.to_thread(cluster.cli, "scale", "prefill=1", "decode=1")).returncode == 0
+    await asyncio.to_thread(cluster.wait_for_pools, 1, 1)
+    (victim,) = cluster.workers(role)
+    load = asyncio.create_task(run_all(cluster.url, "tiny", cases))
+    await asyncio.to_thread(cluster.wait_for, lambda state: state["num_running"], bool)
+    os.kill(victim["pid"], signal.SIGKILL)
+    assert not load.done()
+    assert wrong(tiny_model, cases, await load) == []
+    assert (await asyncio.to_thread(cluster.cli, "scale", "prefill=2", "decode=2")).returncode == 0
 
 
 async def test_redis_killed_only_slows_routing(cluster: Cluster, tiny_model: Path) -> None:

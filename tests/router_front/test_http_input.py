@@ -123,7 +123,7 @@ async def test_token_ids_must_be_in_the_vocabulary(rig: HttpRig, prompt: list[ob
 @pytest.mark.parametrize(
     "bias",
     [
-        *[{"-1": 1}, {"300": 1}, {"abc": 1}, {"1.5": 1}, {"²": 1}, {"65": 101}, {"65": True}],
+        *[{"-1": 1}, {"300": 1}, {"abc": 1}, {"1.5": 1}, {"²": 1}, {"65": 101}, {"65": True}, {"065": 1}],
         {str(token_id): 1 for token_id in range(301)},
     ],
 )
@@ -356,7 +356,7 @@ async def test_a_body_of_exactly_the_limit_is_read(rig: HttpRig) -> None:
     assert reply.status_code == 200
 
 
-@pytest.mark.parametrize("value", ["abc", "nan", "inf", "0", "-1", "1e9"])
+@pytest.mark.parametrize("value", ["abc", "nan", "inf", "0", "-1", "1e9", "1_0"])
 async def test_the_timeout_header_must_be_seconds(rig: HttpRig, value: str) -> None:
     reply = await rig.client.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-timeout-s": value})
     assert reply.status_code == 400

@@ -92,6 +92,19 @@ def test_the_models_advice_applies_where_the_client_says_nothing() -> None:
     assert (plain.temperature, plain.top_p, plain.top_k, plain.max_tokens) == (1.0, 1.0, 0, 16)
 
 
+def test_min_tokens_need_a_token_that_does_not_end_the_answer() -> None:
+    """Else nothing could be drawn, and the client would be told of a fault of ours."""
+    eos = MODEL.eos_token_ids[0]
+    for allowed, stop_ids, is_fine in (((eos,), (), False), ((5, 6), (6, 5), False), ((5, eos), (), True)):
+        stop = StopSpec(max_tokens=8, min_tokens=3, stop_token_ids=stop_ids)
+        spec = RequestSpec("", TextPrompt("x"), sampling=SamplingSpec(allowed_token_ids=allowed), stop=stop)
+        if is_fine:
+            assert validate(spec).generation.sampling.allowed_token_ids == allowed
+        else:
+            with pytest.raises(InvalidRequest, match="allowed_token_ids"):
+                validate(spec)
+
+
 def test_min_tokens_up_to_max_tokens() -> None:
     assert stopped(min_tokens=5, max_tokens=8).min_tokens == 5
     assert stopped(min_tokens=8, max_tokens=8).min_tokens == 8
