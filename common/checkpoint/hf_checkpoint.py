@@ -72,8 +72,9 @@ def _read_bytes(path: Path) -> bytes:
 def _read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
     if is_optional and not path.exists():
         return {}
+    content = _read_bytes(path)
     try:
-        value = json.loads(_read_bytes(path))
+        value = json.loads(content)
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -135,6 +135,11 @@ def test_a_damaged_config_is_named(model_path: Path, text: str) -> None:
         open_checkpoint(model_path)
 
 
+def test_a_directory_without_a_model_says_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^cannot read .*config\.json: No such file"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_path_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no model at"):
         open_checkpoint(tmp_path / "absent")
