@@ -11,7 +11,7 @@ from common.config import ClusterConfig, WorkerSettings
 from common.messages import Role
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-_SHORT_LOOKUPS = "timeout:1 attempts:2"  # resolv.conf(5): seconds, tries
+SHORT_LOOKUPS = "timeout:1 attempts:2"  # resolv.conf(5): seconds, tries
 
 
 def num_threads_per_worker(config: ClusterConfig, num_cores: int) -> int:
@@ -43,7 +43,7 @@ def worker_environment(settings: WorkerSettings, *, has_gpu: bool) -> dict[str, 
         "OMP_WAIT_POLICY": "PASSIVE",
         # torch's TCPStore asks the name server for the name of each peer, only to log it. A silent one would hold the
         # first link up for ten seconds. Read by the C library at a process's first look-up, so set before that.
-        "RES_OPTIONS": os.environ.get("RES_OPTIONS", _SHORT_LOOKUPS),
+        "RES_OPTIONS": os.environ.get("RES_OPTIONS", SHORT_LOOKUPS),
     }
     if settings.host.startswith("127."):
         env["GLOO_SOCKET_IFNAME"] = "lo"

@@ -5,8 +5,6 @@ import os
 # Before torch is imported: tensors here are tiny, and threads that wait for one another at each of them cost six times
 # as much as they save. Workers of real clusters are given theirs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# As workers of real clusters have it: links stand soon although no name server answers.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 from collections.abc import Iterator
 
@@ -14,7 +12,11 @@ import pytest
 
 from common import leased_reports, pools
 from common.prefix_index import census, mirror, registry, writer
+from deploy.worker_env import SHORT_LOOKUPS
 from tests.waiting import LIMIT_S
+
+# As real workers have it: links stand soon although no name server answers.
+os.environ.setdefault("RES_OPTIONS", SHORT_LOOKUPS)
 
 
 @pytest.fixture(scope="session", autouse=True)

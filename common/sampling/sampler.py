@@ -41,14 +41,16 @@ def sample(
         return []
     best, best_ids = (draws or TorchDraws()).best(logits)
     # The best is NaN where any logit is: one pass finds NaN, +inf and rows that are -inf throughout.
-    is_finite = list(map(math.isfinite, best.tolist()))
+    bests = best.tolist()
+    is_finite = list(map(math.isfinite, bests))
     device = draws if isinstance(draws, DeviceDraws) else None
     picking = device.adjusted(logits, specs) if device is not None else _adjusted(logits, specs)
     if picking is not logits:
         best, best_ids = (draws or TorchDraws()).best(picking)
+        bests = best.tolist()
     may_draw = [
         row_is_finite and _stays_finite(value, spec)
-        for row_is_finite, value, spec in zip(is_finite, best.tolist(), specs, strict=True)
+        for row_is_finite, value, spec in zip(is_finite, bests, specs, strict=True)
     ]
     token_ids = _pick(picking, best_ids, specs, may_draw, draws, device)
     logprobs = logprobs_of(logits, token_ids, specs)
