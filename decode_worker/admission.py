@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Mapping
 
-from common.hashing import block_hashes, hash_root
-from common.ids import RouterId
-from common.kv.block_pool import BlockPool, RefKind
-from common.messages import Refused, Reserve
-from common.request import Work
+from common.engine.kv.block_pool import BlockPool, RefKind
+from common.values.hashing import block_hashes, hash_root
+from common.values.ids import RouterId
+from common.values.messages import Refused, Reserve
+from common.values.request import Work
 from decode_worker.attempt import Attempt
 from decode_worker.scheduler import DecodeLimits, DecodeScheduler
 

@@ -13,8 +13,8 @@ prompt's as HELD while RESERVED or ENDING; the sequences' as USED, by the schedu
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.ids import AttemptId, BlockHash, RouterId
-from common.request import TokenEvent, Work
+from common.values.ids import AttemptId, BlockHash, RouterId
+from common.values.request import TokenEvent, Work
 from decode_worker.sequence import Sequence
 from kvtransfer.events import TransferReceived
 

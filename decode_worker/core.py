@@ -13,14 +13,14 @@ network events of ended transfers) are ignored; a local event out of place raise
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from common.core_loop import Core
-from common.deadlines import Deadlines, earliest
-from common.draining import Draining
-from common.engine.plan import SequenceResult, StepResult
-from common.errors import InvalidTransition
-from common.ids import AttemptId, RouterId
-from common.kv.block_pool import BlockPool, RefKind
-from common.messages import (
+from common.cores.core_loop import Core
+from common.cores.deadlines import Deadlines, earliest
+from common.cores.draining import Draining
+from common.engine.contract.plan import SequenceResult, StepResult
+from common.engine.kv.block_pool import BlockPool, RefKind
+from common.values.errors import InvalidTransition
+from common.values.ids import AttemptId, RouterId
+from common.values.messages import (
     AttemptFailed,
     Cancel,
     Granted,

@@ -1,6 +1,6 @@
 """Events and effects of the decode core. Pure: no IO.
 
-The core owns a `kvtransfer.receiver.ReceiverCore`: receiver events pass through it, and the receiver's
+The core owns a `kvtransfer.receiver.core.ReceiverCore`: receiver events pass through it, and the receiver's
 network effects come out of it unchanged.
 """
 

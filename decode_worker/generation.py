@@ -5,7 +5,7 @@ Owns the numbering of sequences. The attempt's record and the scheduler's places
 
 from collections.abc import Mapping
 
-from common.request import SampledToken, TokenEvent
+from common.values.request import SampledToken, TokenEvent
 from decode_worker.attempt import Attempt
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import Sequence

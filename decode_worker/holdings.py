@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from common.messages import Holding
+from common.values.messages import Holding
 from decode_worker.attempt import Attempt
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import Sequence, SequencePhase

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import assert_never
 
-from common.ids import AttemptId
-from common.kv.block_pool import BlockPool, RefKind
+from common.engine.kv.block_pool import BlockPool, RefKind
+from common.values.ids import AttemptId
 from decode_worker.attempt import Attempt, AttemptPhase
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import Sequence, SequencePhase

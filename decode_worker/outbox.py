@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from common.ids import AttemptId, RouterId
-from common.messages import AttemptTokens, HandoffReport, TokenBatch
-from common.request import TokenEvent
+from common.values.ids import AttemptId, RouterId
+from common.values.messages import AttemptTokens, HandoffReport, TokenBatch
+from common.values.request import TokenEvent
 from decode_worker.attempt import Attempt
 from decode_worker.events import SendToRouter
 

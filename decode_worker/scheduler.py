@@ -14,11 +14,11 @@ Progress: the oldest running sequence can take every block but the reserved ones
 from dataclasses import dataclass
 from typing import Self
 
-from common.config import WorkerConfig
-from common.engine.plan import StepPlan
-from common.hashing import extend_block_hashes
-from common.ids import BlockHash
-from common.kv.block_pool import BlockPool, RefKind
+from common.engine.contract.plan import StepPlan
+from common.engine.kv.block_pool import BlockPool, RefKind
+from common.values.config import WorkerConfig
+from common.values.hashing import extend_block_hashes
+from common.values.ids import BlockHash
 from decode_worker.pace import Pace
 from decode_worker.sequence import Rank, Sequence, SequencePhase
 

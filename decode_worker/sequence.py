@@ -11,9 +11,9 @@ of its tokens are computed again, as a prefill. RUNNING ones have blocks for eve
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.engine.plan import ScheduledSequence, sample_spec
-from common.ids import BlockHash
-from common.request import SampledToken, TokenEvent, Work
+from common.engine.contract.plan import ScheduledSequence, sample_spec
+from common.values.ids import BlockHash
+from common.values.request import SampledToken, TokenEvent, Work
 
 
 class SequencePhase(StrEnum):

@@ -1,7 +1,7 @@
 """What a decode worker tells routers about itself. Pure: reads only."""
 
-from common.kv.block_pool import PoolStats
-from common.messages import WorkerState, WorkerStats
+from common.engine.kv.block_pool import PoolStats
+from common.values.messages import WorkerState, WorkerStats
 from decode_worker.scheduler import DecodeScheduler
 
 

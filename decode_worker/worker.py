@@ -6,8 +6,8 @@ from common.worker.lifecycle import Surroundings
 from common.worker.role import RoleShell
 from decode_worker.core import DecodeCore, DecodeLimits
 from kvtransfer.events import ReceiverEvent
-from kvtransfer.receiver import ReceiverCore
-from kvtransfer.receiver_session import ReceiverSessions
+from kvtransfer.receiver.core import ReceiverCore
+from kvtransfer.receiver.sessions import ReceiverSessions
 from kvtransfer.settings import chunk_planner, session_settings
 
 

@@ -10,8 +10,8 @@ Three truths shape them (measured with gloo; NCCL is alike):
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.ids import AttemptId, TransferId, WorkerRef
-from common.request import KvChunkTiming, SampledToken
+from common.values.ids import AttemptId, TransferId, WorkerRef
+from common.values.request import KvChunkTiming, SampledToken
 
 
 class Outcome(StrEnum):

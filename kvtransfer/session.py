@@ -9,15 +9,15 @@ from typing import Generic, TypeVar
 import grpc
 import torch
 
-from common.errors import PeerError
-from common.ids import WorkerRef
-from common.kv.fence import Fence
-from common.request import PairingInfo
+from common.engine.kv.fence import Fence
 from common.tls.identity import Component, Identity
+from common.values.errors import PeerError
+from common.values.ids import WorkerRef
+from common.values.request import PairingInfo
+from kvtransfer.chunk.aead import SealKind
+from kvtransfer.chunk.staging import StagingPool
 from kvtransfer.links.build import LinkPlan, build_link
 from kvtransfer.links.protocol import Link
-from kvtransfer.seal import SealKind
-from kvtransfer.staging import StagingPool
 
 EventT = TypeVar("EventT")
 # Control messages waiting for one peer. A peer that does not read this many is cut off.

@@ -1,10 +1,10 @@
 """What the handoff takes from a worker's configuration and its model."""
 
-from common.config import WorkerConfig
 from common.engine.loading import LoadedModel
-from common.ids import WorkerRef
 from common.tls.identity import Identity
-from kvtransfer.plan import ChunkPlanner
+from common.values.config import WorkerConfig
+from common.values.ids import WorkerRef
+from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.session import SessionSettings
 
 

@@ -3,9 +3,9 @@
 Whatever a peer sends is checked here for shape: a message without content raises ValueError.
 """
 
-from common.ids import AttemptId, RequestId, TransferId, WorkerRef
-from common.pb import handoff_pb2 as pb
-from common.request import PairingInfo, SampledToken
+from common.values.ids import AttemptId, RequestId, TransferId, WorkerRef
+from common.values.request import PairingInfo, SampledToken
+from common.wire.pb import handoff_pb2 as pb
 from kvtransfer.events import (
     AcknowledgedByPeer,
     CancelAnnounced,

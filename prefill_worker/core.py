@@ -11,17 +11,26 @@ and network events of ended transfers are ignored. A local event out of place ra
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
-from common.core_loop import Core
-from common.deadlines import Deadlines, earliest
-from common.draining import Draining
-from common.engine.plan import StepResult
-from common.engine.step_rate import StepRate
-from common.errors import InvalidTransition
-from common.hashing import block_hashes, hash_root
-from common.ids import AttemptId, RouterId, TransferId
-from common.kv.block_pool import BlockPool
-from common.messages import AttemptFailed, Cancel, FirstTokens, Holding, Prefill, Refused, WorkerState, WorkerStats
-from common.request import ChunkTiming, SampledToken, TokenEvent
+from common.cores.core_loop import Core
+from common.cores.deadlines import Deadlines, earliest
+from common.cores.draining import Draining
+from common.engine.contract.plan import StepResult
+from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.step_rate import StepRate
+from common.values.errors import InvalidTransition
+from common.values.hashing import block_hashes, hash_root
+from common.values.ids import AttemptId, RouterId, TransferId
+from common.values.messages import (
+    AttemptFailed,
+    Cancel,
+    FirstTokens,
+    Holding,
+    Prefill,
+    Refused,
+    WorkerState,
+    WorkerStats,
+)
+from common.values.request import ChunkTiming, SampledToken, TokenEvent
 from kvtransfer.events import (
     FirstToken,
     FirstTokensSampled,

@@ -1,6 +1,6 @@
 """Events and effects of the prefill core. Pure: no IO.
 
-The core owns a `kvtransfer.sender.SenderCore`: sender events pass through it, and the sender's
+The core owns a `kvtransfer.sender.core.SenderCore`: sender events pass through it, and the sender's
 network effects come out of it unchanged.
 """
 

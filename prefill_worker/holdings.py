@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from common.messages import Holding
+from common.values.messages import Holding
 from prefill_worker.request import PrefillRequest
 
 

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import assert_never
 
-from common.ids import AttemptId, TransferId
-from common.kv.block_pool import BlockPool, RefKind
+from common.engine.kv.block_pool import BlockPool, RefKind
+from common.values.ids import AttemptId, TransferId
 from prefill_worker.request import Phase, PrefillRequest
 from prefill_worker.scheduler import PrefillScheduler
 

@@ -13,10 +13,10 @@ RUNNING on; as HELD once only the transfer needs them.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.ids import BlockHash, RouterId, TransferId
-from common.kv.block_pool import RefKind
-from common.messages import Prefill
-from common.request import ChunkTiming, Work
+from common.engine.kv.block_pool import RefKind
+from common.values.ids import BlockHash, RouterId, TransferId
+from common.values.messages import Prefill
+from common.values.request import ChunkTiming, Work
 
 
 class Phase(StrEnum):

@@ -11,9 +11,9 @@ Policy, per step, within the token budget:
 from dataclasses import dataclass
 from typing import Self
 
-from common.config import WorkerConfig
-from common.engine.plan import ScheduledSequence, StepPlan, sample_spec
-from common.kv.block_pool import BlockPool, RefKind
+from common.engine.contract.plan import ScheduledSequence, StepPlan, sample_spec
+from common.engine.kv.block_pool import BlockPool, RefKind
+from common.values.config import WorkerConfig
 from prefill_worker.request import Phase, PrefillRequest
 
 MAX_SHORT_STEPS = 4

@@ -2,8 +2,8 @@
 
 from common.worker.lifecycle import Surroundings
 from common.worker.role import RoleShell
-from kvtransfer.sender import SenderCore
-from kvtransfer.sender_session import SenderSessions
+from kvtransfer.sender.core import SenderCore
+from kvtransfer.sender.sessions import SenderSessions
 from kvtransfer.settings import chunk_planner, session_settings
 from prefill_worker.core import PrefillCore, PrefillLimits
 

@@ -21,30 +21,31 @@ from typing import Any
 import uvloop
 
 from common.checkpoint import open_checkpoint
-from common.cluster_reports import loading_reports, router_reports
-from common.config import RouterConfig
-from common.prefix_index.census import IndexCensus
-from common.prefix_index.mirror import MirroredIndexReader
-from common.prefix_index.reader import RedisIndexReader
-from common.prefix_index.registry import RedisRegistry
+from common.cluster.prefix_index.census import IndexCensus
+from common.cluster.prefix_index.mirror import MirroredIndexReader
+from common.cluster.prefix_index.reader import RedisIndexReader
+from common.cluster.registry import RedisRegistry
+from common.cluster.reports import loading_reports, router_reports
 from common.telemetry.logs import get_logger
 from common.telemetry.metrics import Metrics
-from router.connections import Connections
-from router.front_tls import grpc_credentials, http_context
-from router.frontend import Frontend
-from router.grpc_server import GrpcServer
-from router.http_admin import AdminHooks, PoolStatus, ScalePools
-from router.http_generation import HttpSettings
-from router.http_server import build_app
-from router.key_watch import keys_in_force
-from router.listening import HttpServer, bind
-from router.otlp import OtlpExporter, headers_of
-from router.roll import Roll, own_report
-from router.served_model import ServedModel
+from common.values.config import RouterConfig
+from router.front.frontend import Frontend
+from router.front.grpc.server import GrpcServer
+from router.front.http.admin import AdminHooks, PoolStatus, ScalePools
+from router.front.http.connections import Connections
+from router.front.http.generation import HttpSettings
+from router.front.http.listening import HttpServer
+from router.front.http.server import build_app
+from router.front.ports import bind
+from router.front.tls import grpc_credentials, http_context
+from router.observe.otlp import OtlpExporter, headers_of
+from router.observe.spans import Origin, SpanMaker
+from router.request.served_model import ServedModel
+from router.request.validation import Validator
+from router.router_registry import Roll, own_report
 from router.service import RouterService
-from router.spans import Origin, SpanMaker
-from router.tokenizer import PromptTokenizer
-from router.validation import Validator
+from router.tenants.key_watch import keys_in_force
+from router.text.tokenizer import PromptTokenizer
 
 # New objects, less those gone again, between two looks for garbage: a look at so many takes about a millisecond.
 GC_THRESHOLD = 10_000

@@ -6,11 +6,11 @@ When the registry cannot be asked, everything stays as it is: streams, not lease
 import asyncio
 from collections.abc import Callable
 
-from common.ids import RouterId, WorkerRef
-from common.messages import RouterMessage
-from common.prefix_index.protocol import Registration, Registry
+from common.cluster.protocol import Registration, Registry
 from common.tls.identity import Identity
-from router.events import RouterEvent, WorkersListed
+from common.values.ids import RouterId, WorkerRef
+from common.values.messages import RouterMessage
+from router.core.events import RouterEvent, WorkersListed
 from router.worker_client import WorkerClient
 
 POLL_INTERVAL_S = 0.5

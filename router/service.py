@@ -1,6 +1,6 @@
 """The router's shell: joins the core to the workers' streams, the prefix index and the front ends. No decisions here.
 
-Implements `router.service_protocol.GenerationService`. Owns the core's loop, the directory of workers, the streams
+Implements `GenerationService`. Owns the core's loop, the directory of workers, the streams
 of live requests and the look-ups. Everything runs in one event loop.
 """
 
@@ -13,18 +13,17 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import assert_never
 
-from common.config import RouterConfig
-from common.core_loop import CoreLoop
-from common.errors import InvalidRequest, NoReadyPair, PdserveError, RequestCancelled
-from common.hashing import block_hashes, hash_root
-from common.ids import BlockHash, RequestId, RouterId, WorkerRef
-from common.messages import Role, WorkerState
-from common.prefix_index.protocol import PrefixIndexReader, Registry
+from common.cluster.protocol import PrefixIndexReader, Registry
+from common.cores.core_loop import CoreLoop
 from common.telemetry.logs import get_logger
 from common.tls.identity import Component, Identity
-from router.core import RouterCore
-from router.event_log import EventLog
-from router.events import (
+from common.values.config import RouterConfig
+from common.values.errors import InvalidRequest, NoReadyPair, PdserveError, RequestCancelled
+from common.values.hashing import block_hashes, hash_root
+from common.values.ids import BlockHash, RequestId, RouterId, WorkerRef
+from common.values.messages import Role, WorkerState
+from router.core.core import RouterCore
+from router.core.events import (
     ChoiceStopped,
     Deliver,
     DrainRequested,
@@ -41,14 +40,15 @@ from router.events import (
     RouterEvent,
     SendToWorker,
 )
-from router.generation import Failed, Finished, GenerationEvent, GenerationRequest
-from router.recent import Recent, RecentView
+from router.core.generation import Failed, Finished, GenerationEvent, GenerationRequest
+from router.core.router_limits import RouterLimits
+from router.core.workers import Worker
+from router.front.service_protocol import ClusterState, JsonObject, Readiness, WorkerView
+from router.observe.event_log import EventLog
+from router.observe.recent import Recent, RecentView
+from router.observe.request_metrics import NullMetrics, RequestMetrics, RouterMetrics
 from router.registry import WorkerDirectory
-from router.request_metrics import NullMetrics, RequestMetrics, RouterMetrics
-from router.router_limits import RouterLimits
-from router.service_protocol import ClusterState, JsonObject, Readiness, WorkerView
 from router.stream import GenerationStream
-from router.workers import Worker
 
 GAUGES_INTERVAL_S = 1.0
 MAX_HASH_ROOTS = 1024  # one for each cache salt in use

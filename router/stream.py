@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from router.generation import Failed, Finished, GenerationEvent, Tokens
+from router.core.generation import Failed, Finished, GenerationEvent, Tokens
 
 
 class GenerationStream(AsyncIterator[GenerationEvent]):

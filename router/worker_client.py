@@ -11,17 +11,17 @@ from typing import TypeAlias
 
 import grpc
 
-from common.errors import PeerError
-from common.grpc_options import channel_options
-from common.ids import RouterId
-from common.messages import RouterHello, RouterMessage, WorkerInfo
-from common.pb import worker_pb2_grpc
-from common.pb_batch import router_messages_to_pb, take_batch, worker_messages_from_pb
-from common.pb_convert import router_message_to_pb, worker_message_from_pb
-from common.prefix_index.protocol import Registration
+from common.cluster.protocol import Registration
 from common.telemetry.logs import get_logger
 from common.tls.identity import Identity
-from router.events import RouterEvent, WorkerConnected, WorkerLost, WorkerMessageReceived
+from common.values.errors import PeerError
+from common.values.ids import RouterId
+from common.values.messages import RouterHello, RouterMessage, WorkerInfo
+from common.wire.batch import router_messages_to_pb, take_batch, worker_messages_from_pb
+from common.wire.convert import router_message_to_pb, worker_message_from_pb
+from common.wire.grpc_options import channel_options
+from common.wire.pb import worker_pb2_grpc
+from router.core.events import RouterEvent, WorkerConnected, WorkerLost, WorkerMessageReceived
 
 HELLO_TIMEOUT_S = 5.0
 FIRST_BACKOFF_S = 0.1

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from common.config import TlsSettings
-from deploy.certs import make_certs
-from deploy.trust import CA_VARIABLE
+from common.values.config import TlsSettings
+from deploy.cli.certs import make_certs
+from deploy.client.tls import CA_VARIABLE
 
 NAMESPACE = "pdserve"
 

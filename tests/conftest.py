@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from common import leased_reports, pools
-from common.prefix_index import census, mirror, registry, writer
-from deploy.worker_env import SHORT_LOOKUPS
+from common.cluster import leased_reports, pools, registry
+from common.cluster.prefix_index import census, mirror, writer
+from deploy.worker.env import SHORT_LOOKUPS
 from tests.waiting import LIMIT_S
 
 # As real workers have it: links stand soon although no name server answers.

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from common.engine.plan import StepPlan
-from common.ids import AttemptId, RequestId, RouterId
-from common.kv.block_pool import BlockPool
-from common.messages import Cancel
+from common.engine.contract.plan import StepPlan
+from common.engine.kv.block_pool import BlockPool
+from common.values.ids import AttemptId, RequestId, RouterId
+from common.values.messages import Cancel
 from common.worker.events import MessageReceived, RunStep, SendToRouter
 from tests.simkit.fake_engine import FakeRunner
 

@@ -10,7 +10,7 @@ def import_triton_interpreted() -> None:
     import triton
 
     triton.knobs.runtime.interpret = True  # for kernels decorated later; also writes the variable, restored below
-    from common.kernels import launch
+    from common.engine.devices.triton import launch
 
     if before is None:
         del os.environ["TRITON_INTERPRET"]

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from common.checkpoint import open_checkpoint
-from common.engine.plan import SampleSpec
-from common.model.weights import load_tensors
-from common.request import SampledToken, SamplingParams
-from common.sampling import sample
+from common.engine.contract.plan import SampleSpec
+from common.engine.model.weights import load_tensors
+from common.engine.sampling import sample
+from common.values.request import SampledToken, SamplingParams
 from tests.reference_model import ReferenceModel
 
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import redis
 
-from deploy import redis_server
+from deploy.local import redis_server
 
 
 class RedisBox:

@@ -1,4 +1,4 @@
-"""The model once more, as the papers write it: one sequence, dense KV, float32, nothing of `common.model`.
+"""The model once more, as the papers write it: one sequence, dense KV, float32, nothing of `common.engine.model`.
 
 The truth for forward passes and, through `tests.one_process`, for every disaggregated answer.
 """

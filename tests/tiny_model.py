@@ -1,7 +1,7 @@
 """Writes a tiny seeded model as a Hugging Face directory: real files, real tokenizer, ready in well under a second.
 
 The weights are random but lively: the next token depends on the whole prompt and margins are wide enough that
-greedy output does not hang on rounding. Every architecture that `common.model` knows can be written.
+greedy output does not hang on rounding. Every architecture that `common.engine.model` knows can be written.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Reads what a model directory or a GGUF file says about itself, without torch: the router uses this too.
 
-Owns configuration, tokenizer, chat template and digests. Weights are read in `common.model.weights`.
+Owns configuration, tokenizer, chat template and digests. Weights are read in `common.engine.model.weights`.
 """
 
 from common.checkpoint.checkpoint import Checkpoint

@@ -9,23 +9,23 @@ from functools import partial
 import torch
 
 from common.checkpoint import Checkpoint, CheckpointError, ModelSpec, open_checkpoint
-from common.config import Attention, Dtype, KVCacheDtype, Quantization, WorkerConfig
-from common.engine.graphs import DecodeGraphs
-from common.engine.progress import LoadPhase, Progress, no_progress
-from common.engine.runner import ModelRunner
-from common.engine.self_test import self_test
-from common.kv.cache import KVCache, KVShape, num_blocks_that_fit
-from common.kv.quantized import is_quantized
-from common.model.backend import AttentionBackend
-from common.model.cpu_backend import CpuBackend
-from common.model.decoder import Decoder, build_decoder
-from common.model.elementwise import Elementwise
-from common.model.native_backend import NativeBackend
-from common.model.weights import open_weights
-from common.native.ops import NativeOps, native_ops
-from common.native.products import NativeProducts
-from common.request import PairingInfo
-from common.sampling import DrawCandidates
+from common.engine.contract.attention import AttentionBackend
+from common.engine.contract.elementwise import Elementwise
+from common.engine.contract.progress import LoadPhase, Progress, no_progress
+from common.engine.devices.cpu.native.ops import NativeOps, native_ops
+from common.engine.devices.cpu.native.products import NativeProducts
+from common.engine.devices.cpu.native_backend import NativeBackend
+from common.engine.devices.cpu.torch_backend import CpuBackend
+from common.engine.executor.graphs import DecodeGraphs
+from common.engine.executor.runner import ModelRunner
+from common.engine.executor.self_test import self_test
+from common.engine.kv.cache import KVCache, KVShape, num_blocks_that_fit
+from common.engine.kv.quantized import is_quantized
+from common.engine.model.decoder import Decoder, build_decoder
+from common.engine.model.weights import open_weights
+from common.engine.sampling import DrawCandidates
+from common.values.config import Attention, Dtype, KVCacheDtype, Quantization, WorkerConfig
+from common.values.request import PairingInfo
 
 PROTOCOL_VERSION = "2"  # of the handoff: the order and layout of what is sent
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -179,7 +179,7 @@ def _products(ops: NativeOps | None, quantization: Quantization, dtype: torch.dt
 
 def _elementwise(attention: Attention, ops: NativeOps | None) -> Elementwise | None:
     if attention == "triton":
-        from common.kernels.elementwise import TritonElementwise  # imports triton
+        from common.engine.devices.triton.elementwise import TritonElementwise  # imports triton
 
         return TritonElementwise()
     return ops
@@ -187,7 +187,7 @@ def _elementwise(attention: Attention, ops: NativeOps | None) -> Elementwise | N
 
 def _draws(attention: Attention, ops: NativeOps | None) -> DrawCandidates | None:
     if attention == "triton":
-        from common.kernels.device_draws import TritonDraws  # imports triton
+        from common.engine.devices.triton.device_draws import TritonDraws  # imports triton
 
         return TritonDraws()
     return ops
@@ -198,8 +198,8 @@ def _cpu_backend(ops: NativeOps | None) -> AttentionBackend:
 
 
 def _triton(cache: KVCache, spec: ModelSpec, dtype: torch.dtype) -> AttentionBackend:
-    from common.kernels.backend import TritonBackend  # imports triton, which the cpu path does without
-    from common.kernels.tuning import TuningFile, tune_attention
+    from common.engine.devices.triton.backend import TritonBackend  # imports triton, which the cpu path does without
+    from common.engine.devices.triton.tuning import TuningFile, tune_attention
 
     if not cache.data.is_cuda:
         return TritonBackend()

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 
-from common.errors import PdserveError
+from common.values.errors import PdserveError
 
 Kind = Literal["counter", "gauge", "histogram"]
 

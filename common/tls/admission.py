@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc
 
-from common.pb import handoff_pb2, worker_pb2
 from common.telemetry.logs import get_logger
 from common.tls.identity import Component, Identity, certificate_name
+from common.wire.pb import handoff_pb2, worker_pb2
 
 _WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 _HANDOFF = handoff_pb2.DESCRIPTOR.services_by_name["HandoffService"].full_name

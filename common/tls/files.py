@@ -6,8 +6,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import PeerError
 from common.telemetry.logs import get_logger
+from common.values.errors import PeerError
 
 # (size, time of change, inode): a Kubernetes secret is replaced by renaming a link, which changes the inode.
 _Stamp = tuple[tuple[int, int, int], ...]

@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 
-from common.config import TlsSettings
-from common.errors import PdserveError
-from common.grpc_options import Options, channel_options
 from common.tls.files import CertificateFiles, Pems
+from common.values.config import TlsSettings
+from common.values.errors import PdserveError
+from common.wire.grpc_options import Options, channel_options
 
 _DOMAIN = "pdserve"
 

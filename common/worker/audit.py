@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.ids import WorkerRef
-from common.kv.block_pool import BlockPool, PoolStats
-from common.messages import Holding, Role, WorkerInfo
-from common.pb import worker_pb2 as pb
-from common.pb_parts import attempt_id_from_pb, attempt_id_to_pb, prefill_try_from_pb
+from common.engine.kv.block_pool import BlockPool, PoolStats
+from common.values.ids import WorkerRef
+from common.values.messages import Holding, Role, WorkerInfo
+from common.wire.parts import attempt_id_from_pb, attempt_id_to_pb, prefill_try_from_pb
+from common.wire.pb import worker_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)

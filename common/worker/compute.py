@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 
-from common.engine.plan import StepPlan, StepResult
-from common.engine.runner_protocol import LayerHook, Runner
+from common.engine.contract.plan import StepPlan, StepResult
+from common.engine.contract.runner import LayerHook, Runner
 from common.telemetry.logs import get_logger
 from common.worker.processors import pin_this_thread
 

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config import WorkerConfig
-from common.errors import PdserveError
+from common.values.config import WorkerConfig
+from common.values.errors import PdserveError
 
 
 class RoleChangeFailed(PdserveError):

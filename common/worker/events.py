@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from common.engine.plan import StepPlan, StepResult
-from common.ids import BlockHash, RouterId
-from common.messages import Cancel, Prefill, Reserve, WorkerMessage
+from common.engine.contract.plan import StepPlan, StepResult
+from common.values.ids import BlockHash, RouterId
+from common.values.messages import Cancel, Prefill, Reserve, WorkerMessage
 
 # ---- events -----------------------------------------------------------------------------------------
 

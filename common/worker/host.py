@@ -11,7 +11,7 @@ from typing import Any
 
 import uvloop
 
-from common.config import WorkerConfig
+from common.values.config import WorkerConfig
 from common.worker.control import RoleChangeFailed, WorkerControl
 from common.worker.role_change import at_the_place_of, check_role_change
 

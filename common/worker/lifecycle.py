@@ -20,25 +20,25 @@ from typing import Any, Protocol
 
 import grpc
 
-from common.config import WorkerConfig
+from common.cluster.presence import WorkerPresence
+from common.cluster.protocol import PrefixIndexWriter, Registration
+from common.engine.kv.block_pool import BlockPool
 from common.engine.loading import LoadedModel, load_model, refit
-from common.grpc_options import peer_server_options
-from common.ids import BlockHash, RouterId, WorkerRef
-from common.kv.block_pool import BlockPool
-from common.messages import Cancel, Drain, Prefill, Reserve, Role, WorkerInfo, WorkerStats
-from common.pb import worker_pb2_grpc
-from common.prefix_index.protocol import PrefixIndexWriter, Registration
-from common.prefix_index.redis import WorkerPresence
 from common.telemetry.logs import get_logger
 from common.telemetry.metrics import Metrics
 from common.tls.admission import interceptors
 from common.tls.identity import Identity
+from common.values.config import WorkerConfig
+from common.values.ids import BlockHash, RouterId, WorkerRef
+from common.values.messages import Cancel, Drain, Prefill, Reserve, Role, WorkerInfo, WorkerStats
+from common.wire.grpc_options import peer_server_options
+from common.wire.pb import worker_pb2_grpc
 from common.worker.audit import Audit
 from common.worker.control import RoleChange, RoleChangeFailed, WorkerControl
 from common.worker.loading_progress import shown_loading
 from common.worker.reporting import report_stats
 from common.worker.router_streams import RouterStreams
-from common.worker.vitality import until_over
+from common.worker.watchdog import until_over
 
 # Generated code has no types.
 _add_to_server: Any = worker_pb2_grpc.add_WorkerServiceServicer_to_server

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 
-from common.cluster_reports import LoadingWorker, loading_reports
-from common.config import WorkerConfig
-from common.engine.progress import LoadPhase, Progress
-from common.leased_reports import LeasedReports
-from common.prefix_index.client import wait_for_event
+from common.cluster.leased_reports import LeasedReports
+from common.cluster.redis import wait_for_event
+from common.cluster.reports import LoadingWorker, loading_reports
+from common.engine.contract.progress import LoadPhase, Progress
 from common.telemetry.logs import get_logger
+from common.values.config import WorkerConfig
 
 INTERVAL_S = 0.25
 _LOGGED_SHARE = 0.25

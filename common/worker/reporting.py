@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from common.config import WorkerConfig
-from common.messages import HandoffReport, TransferFailed, WorkerState, WorkerStats
 from common.telemetry.metrics import Metrics
+from common.values.config import WorkerConfig
+from common.values.messages import HandoffReport, TransferFailed, WorkerState, WorkerStats
 
 STATS_INTERVAL_S = 0.25
 

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from common.core_loop import CoreLoop
-from common.engine.plan import StepResult
-from common.ids import BlockHash, RouterId
-from common.kv.block_pool import BlockPool
-from common.messages import Cancel, Drain, Holding, Prefill, Reserve, WorkerInfo, WorkerStats
+from common.cores.core_loop import CoreLoop
+from common.engine.contract.plan import StepResult
+from common.engine.kv.block_pool import BlockPool
+from common.values.ids import BlockHash, RouterId
+from common.values.messages import Cancel, Drain, Holding, Prefill, Reserve, WorkerInfo, WorkerStats
 from common.worker.audit import Audit, audit
 from common.worker.compute import ComputeThread
 from common.worker.events import (

@@ -6,8 +6,8 @@ the weights and a token's KV are, or which cluster the worker belongs to, must b
 here must be equal: nothing new is let through by accident.
 """
 
-from common.config import WorkerConfig
-from common.errors import PdserveError
+from common.values.config import WorkerConfig
+from common.values.errors import PdserveError
 
 # The cores that a process got, the address by which others reach it, and where its metrics are scraped.
 OF_THE_PLACE = frozenset({"num_threads", "cpus", "host", "metrics_port"})

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from common.errors import PeerError
-from common.ids import RouterId
-from common.messages import Cancel, Drain, Prefill, Reserve, RouterHello, WorkerInfo, WorkerMessage
-from common.pb import worker_pb2, worker_pb2_grpc
-from common.pb_batch import router_messages_from_pb, take_batch, worker_messages_to_pb
-from common.pb_convert import router_message_from_pb
 from common.telemetry.logs import get_logger
+from common.values.errors import PeerError
+from common.values.ids import RouterId
+from common.values.messages import Cancel, Drain, Prefill, Reserve, RouterHello, WorkerInfo, WorkerMessage
+from common.wire.batch import router_messages_from_pb, take_batch, worker_messages_to_pb
+from common.wire.convert import router_message_from_pb
+from common.wire.pb import worker_pb2, worker_pb2_grpc
 from common.worker.audit import Audit, audit_to_pb
 
 OnMessage = Callable[[RouterId, Reserve | Prefill | Cancel | Drain], None]

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from common.errors import PeerError
+from common.values.errors import PeerError
 
 # Called in the link's own thread, once per operation, in the order of the operations. None = success.
 Done = Callable[[Exception | None], None]

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.demo_model import fetch_demo_model
-from common.config import AutoscaleSettings
-from common.messages import Role
-from deploy.bench.http_client import Endpoint
-from deploy.bench.openai_client import Target, served_model, vocabulary_of
-from deploy.bench.plan import Piece, PlannedRequest
-from deploy.bench.prompts import WORDS, Prompts
-from deploy.bench.results import Outcome
-from deploy.bench.run import Run
+from common.values.config import AutoscaleSettings
+from common.values.messages import Role
+from deploy.load.http_client import Endpoint
+from deploy.load.openai_client import Target, served_model, vocabulary_of
+from deploy.load.plan import Piece, PlannedRequest
+from deploy.load.prompts import WORDS, Prompts
+from deploy.load.results import Outcome
+from deploy.load.run import Run
 from tests.bench.timeline import Sample, Timeline, svg_of
 from tests.cluster.cluster import Cluster, running_cluster
-from tests.deploy.load_model import DECODE_S, MAX_NUM_SEQS, TICK_S, ClusterModel
+from tests.deploy.scaling.load_model import DECODE_S, MAX_NUM_SEQS, TICK_S, ClusterModel
 
 INTERVAL_S = 0.5
 # (seconds, requests per second)

@@ -15,12 +15,12 @@ import torch
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checkpoint.demo_model import fetch_demo_model
-from common.config import ModelConfig, Quantization, WorkerConfig
+from common.engine.contract.plan import SampleSpec, ScheduledSequence, StepPlan
+from common.engine.devices.cpu.native.build import SWITCH
+from common.engine.executor.runner import ModelRunner
 from common.engine.loading import load_model
-from common.engine.plan import SampleSpec, ScheduledSequence, StepPlan
-from common.engine.runner import ModelRunner
-from common.native.build import SWITCH
-from common.request import SamplingParams
+from common.values.config import ModelConfig, Quantization, WorkerConfig
+from common.values.request import SamplingParams
 from tests.bench.floors import Machine, decode_floor, measure_machine, prefill_floor
 from tests.bench.hf_peer import HfPeer, hf_python
 from tests.bench.plain_loop import PlainLoop

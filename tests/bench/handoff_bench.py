@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from common.checkpoint.demo_model import fetch_demo_model
-from common.pb import generation_pb2, generation_pb2_grpc
+from common.wire.pb import generation_pb2, generation_pb2_grpc
 from tests.bench import link_bench
 from tests.cluster.cluster import running_cluster
 

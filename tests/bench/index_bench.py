@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.ids import BlockHash, WorkerRef
-from common.messages import Role
-from common.prefix_index.memory import InMemoryIndex
-from common.prefix_index.mirror import MirroredIndexReader
-from common.prefix_index.protocol import PrefixIndexReader, Registration
-from common.prefix_index.redis import RedisIndexReader, WorkerPresence
-from common.prefix_index.registry import Lease
-from common.prefix_index.writer import RedisIndexWriter
+from common.cluster.memory import InMemoryIndex
+from common.cluster.prefix_index.mirror import MirroredIndexReader
+from common.cluster.prefix_index.writer import RedisIndexWriter
+from common.cluster.presence import RedisIndexReader, WorkerPresence
+from common.cluster.protocol import PrefixIndexReader, Registration
+from common.cluster.registry import Lease
+from common.values.ids import BlockHash, WorkerRef
+from common.values.messages import Role
 from tests.redis_box import binaries, redis_box
 
 TRACE = Path(__file__).parent / "data" / "mooncake_prefixes.json"

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from common.ids import AttemptId, RequestId, TransferId
-from kvtransfer import payload
+from common.values.ids import AttemptId, RequestId, TransferId
+from kvtransfer.chunk import payload
+from kvtransfer.chunk.aead import KEY_BYTES, Seal, SealKind
 from kvtransfer.events import Chunk
 from kvtransfer.links.build import build_link
 from kvtransfer.links.gloo import RECEIVER_RANK, SENDER_RANK
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.rendezvous import RendezvousStore
-from kvtransfer.seal import KEY_BYTES, Seal, SealKind
-from tests.kvtransfer.link_tools import HOST, TIMEOUT_S, new_prefix, plan
+from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, new_prefix, plan
 
 _KEY = bytes(range(KEY_BYTES))
 NUM_LAYERS, LAYER_BYTES = 30, 393_216  # 512 tokens of the demo model in bfloat16

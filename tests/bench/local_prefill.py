@@ -21,7 +21,7 @@ from pathlib import Path
 import grpc
 
 from common.checkpoint.demo_model import fetch_demo_model
-from common.pb import generation_pb2, generation_pb2_grpc
+from common.wire.pb import generation_pb2, generation_pb2_grpc
 from tests.cluster.cluster import running_cluster
 
 SIZES = (8, 16, 32, 64, 128, 256)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.checkpoint import Checkpoint
-from common.model.weights import load_tensors
+from common.engine.model.weights import load_tensors
 
 HOME = Path("build/peers/model")
 

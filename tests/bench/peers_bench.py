@@ -12,8 +12,8 @@ import torch
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checkpoint.demo_model import fetch_demo_model
-from common.config import Quantization
-from common.engine.runner import ModelRunner
+from common.engine.executor.runner import ModelRunner
+from common.values.config import Quantization
 from tests.bench import llama_peer, vllm_peer
 from tests.bench.engine_bench import Work, discard, load_runner, step_plan
 from tests.bench.peer_model import huggingface_directory

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from common.checkpoint import Checkpoint
-from common.model.rope import cos_sin_table
-from common.model.weights import load_tensors
+from common.engine.model.rope import cos_sin_table
+from common.engine.model.weights import load_tensors
 
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -28,6 +28,7 @@ import uvloop
 
 from common.checkpoint.demo_model import fetch_demo_model
 from tests.bench.router_clients import DirectClient, HttpClient, Latency, direct_client
+from tests.paths import ROOT
 from tests.redis_box import binaries, redis_box
 
 NUM_WORDS = 400
@@ -37,7 +38,7 @@ STEP_S = 0.002
 WARM_UP = 50
 _ROUTER = """
 import json, sys
-from common.config import RouterConfig
+from common.values.config import RouterConfig
 from common.telemetry.logs import configure_logs
 from router.app import run
 configure_logs("router")
@@ -218,7 +219,7 @@ def _rig(router_path: str) -> Iterator[Rig]:
 @contextlib.contextmanager
 def _process(arguments: list[str], path: str = "") -> Iterator[tuple[int, str]]:
     """A Python of ours: its pid and the line it prints once it is up."""
-    root = path or str(Path(__file__).parents[2])
+    root = path or str(ROOT)
     environment = {**os.environ, "PYTHONPATH": root}
     process = subprocess.Popen(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, cwd=root

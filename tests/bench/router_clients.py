@@ -11,9 +11,8 @@ from typing import Any
 
 import grpc
 
-from common.grpc_options import channel_options
-from common.ids import AttemptId, RequestId, RouterId, WorkerRef
-from common.messages import (
+from common.values.ids import AttemptId, RequestId, RouterId, WorkerRef
+from common.values.messages import (
     AttemptTokens,
     FirstTokens,
     Granted,
@@ -24,10 +23,11 @@ from common.messages import (
     TokenBatch,
     WorkerMessage,
 )
-from common.pb import worker_pb2_grpc
-from common.pb_batch import worker_messages_from_pb
-from common.pb_convert import router_message_to_pb
-from common.request import SamplingParams, Work
+from common.values.request import SamplingParams, Work
+from common.wire.batch import worker_messages_from_pb
+from common.wire.convert import router_message_to_pb
+from common.wire.grpc_options import channel_options
+from common.wire.pb import worker_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from itertools import islice
 import grpc
 import uvloop
 
-from common.grpc_options import server_options
-from common.hashing import block_hashes, hash_root
-from common.ids import AttemptId, BlockHash, RouterId, WorkerRef
-from common.messages import (
+from common.cluster.presence import WorkerPresence
+from common.cluster.protocol import Registration
+from common.values.hashing import block_hashes, hash_root
+from common.values.ids import AttemptId, BlockHash, RouterId, WorkerRef
+from common.values.messages import (
     AttemptTokens,
     Cancel,
     Drain,
@@ -32,10 +33,9 @@ from common.messages import (
     WorkerInfo,
     WorkerStats,
 )
-from common.pb import worker_pb2_grpc
-from common.prefix_index.protocol import Registration
-from common.prefix_index.redis import WorkerPresence
-from common.request import FinishReason, PairingInfo, SampledToken, TokenEvent, Work
+from common.values.request import FinishReason, PairingInfo, SampledToken, TokenEvent, Work
+from common.wire.grpc_options import server_options
+from common.wire.pb import worker_pb2_grpc
 from common.worker.router_streams import RouterStreams
 
 Message = Reserve | Prefill | Cancel | Drain

@@ -22,13 +22,13 @@ import httpx
 
 from common.checkpoint import open_checkpoint
 from common.checkpoint.demo_model import fetch_demo_model
-from deploy.bench.bench import BenchOptions, plan_of
-from deploy.bench.http_client import Endpoint
-from deploy.bench.openai_client import Target, ask, body_of, served_model
-from deploy.bench.plan import Piece, PlannedRequest, Shape
-from deploy.bench.prompts import Prompts
-from deploy.bench.results import Outcome, Summary, percentile, summarize
-from deploy.bench.run import Run
+from deploy.load.bench import BenchOptions, plan_of
+from deploy.load.http_client import Endpoint
+from deploy.load.openai_client import Target, ask, body_of, served_model
+from deploy.load.plan import Piece, PlannedRequest, Shape
+from deploy.load.prompts import Prompts
+from deploy.load.results import Outcome, Summary, percentile, summarize
+from deploy.load.run import Run
 from tests.bench import vllm_peer
 from tests.bench.peer_model import huggingface_directory
 from tests.cluster.cluster import running_cluster

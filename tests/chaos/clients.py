@@ -14,7 +14,7 @@ from contextlib import aclosing
 import grpc
 import httpx
 
-from common.pb import generation_pb2, generation_pb2_grpc
+from common.wire.pb import generation_pb2, generation_pb2_grpc
 from tests.chaos.ledger import Api, Entry, Leave, Left, Outcome, Question
 from tests.chaos.lines import Broken, Line, Lines
 

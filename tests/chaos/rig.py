@@ -16,10 +16,10 @@ import httpx
 import psutil
 import redis
 
-from common.config import ClusterConfig
-from common.messages import Holding
 from common.tls.identity import Component, Identity
-from deploy.audit import ask
+from common.values.config import ClusterConfig
+from common.values.messages import Holding
+from deploy.cli.audit import ask
 from tests.chaos import sockets
 from tests.chaos.instruments import Instruments, instruments
 from tests.cluster.cluster import Cluster, descendants, running_cluster

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from common.errors import RequestCancelled
+from common.values.errors import RequestCancelled
 from tests.chaos.clients import Clients
 from tests.chaos.footprint import Footprint, Sampler, growth, mean
 from tests.chaos.kept import keep

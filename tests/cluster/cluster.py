@@ -17,7 +17,7 @@ import httpx
 import psutil
 
 from common.tls.identity import Component, Identity
-from deploy.audit import run_audit
+from deploy.cli.audit import run_audit
 from tests.certificates import tls_settings
 from tests.ports import free_port
 

@@ -4,15 +4,14 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 
-from common.pb import generation_pb2, generation_pb2_grpc
+from common.wire.pb import generation_pb2, generation_pb2_grpc
+from tests.paths import GOLDEN_FILE
 
-GOLDEN_FILE = Path(__file__).resolve().parents[1] / "golden" / "smollm2_greedy.json"
 # A float32 forward pass agrees with the reference far better than this; the issue is agreement, not rounding.
 LOGPROB_TOLERANCE = 1e-3
 

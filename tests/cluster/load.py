@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from common.request import SamplingParams
+from common.values.request import SamplingParams
 from tests.one_process import generate
 
 VOCAB = range(3, 250)  # plain byte tokens of the tiny model

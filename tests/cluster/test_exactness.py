@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.config import ModelConfig, WorkerConfig
 from common.engine.loading import load_model
-from common.request import SamplingParams
+from common.values.config import ModelConfig, WorkerConfig
+from common.values.request import SamplingParams
 from tests.cluster.cluster import Cluster, running_cluster
 from tests.cluster.load import Case, random_cases, run_all, wrong
 from tests.common.engine import drive as driving

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.config import RouterSettings
+from common.values.config import RouterSettings
 from tests.cluster.load import Case, random_cases, run_all, stream, wrong
 from tests.cluster.namespaces import Host, OnHost, folder, hosts, why_not
 from tests.redis_box import binaries

@@ -19,16 +19,17 @@ import httpx
 import psutil
 import pytest
 
-from common.pb import handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
-from deploy.guardian import SESSION_VARIABLE, session_pids
+from common.wire.pb import handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
+from deploy.process.reaper import SESSION_VARIABLE, session_pids
 from tests.certificates import new_certs, trusting
 from tests.cluster.cluster import Cluster, running_cluster
 from tests.cluster.golden import load_goldens, mismatches_alone, over_http
 from tests.cluster.sockets import Listening, listening
+from tests.paths import ROOT
 
 GOLDENS = load_goldens()[:4]
 DISAGGREGATED = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
-DOCS = Path(__file__).parents[2] / "docs" / "security.md"
+DOCS = ROOT / "docs" / "security.md"
 SECRET = "admin-key-of-the-test"
 
 

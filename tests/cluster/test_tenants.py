@@ -11,10 +11,10 @@ import httpx
 import psutil
 import pytest
 
-from common.grpc_options import channel_options
-from common.pb import generation_pb2 as pb
-from common.pb import generation_pb2_grpc
-from deploy.keys import hash_line, new_key
+from common.wire.grpc_options import channel_options
+from common.wire.pb import generation_pb2 as pb
+from common.wire.pb import generation_pb2_grpc
+from deploy.cli.keys import hash_line, new_key
 from tests.cluster.cluster import Cluster, running_cluster
 
 PROMPT = [5 + idx % 90 for idx in range(64)]

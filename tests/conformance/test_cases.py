@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from tests.paths import ROOT
 from tests.tools.named_tests import missing, names_of_tests
 
 CASES = Path(__file__).with_name("cases.md").read_text()
@@ -18,7 +19,7 @@ def test_every_named_test_exists() -> None:
 
 
 def test_every_test_named_on_the_page_on_security_exists() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    page = (ROOT / "docs" / "security.md").read_text()
     assert len(names_of_tests(page)) > 20
     assert [name for name in missing(names_of_tests(page)) if "::" in name] == []
 

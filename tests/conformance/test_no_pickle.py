@@ -2,14 +2,13 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from yaml.constructor import FullConstructor, SafeConstructor
 
-from router import key_file
+from router.tenants import key_file
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("common", "router", "prefill_worker", "decode_worker", "kvtransfer", "deploy")
 # Modules whose loaders execute what they load, and calls that pickle inside.
 MODULES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"})
@@ -22,7 +21,7 @@ CALLS = frozenset(
 )
 METHODS = frozenset({"send_pyobj", "recv_pyobj", "allow_pickle"})
 # With a loader of our own, which is a safe one: see the last test.
-ALLOWED = {"router/key_file.py": "yaml.load"}
+ALLOWED = {"router/tenants/key_file.py": "yaml.load"}
 OBJECT_COLLECTIVES = "_object_list", "_object"
 COLLECTIVES = frozenset({"all_gather", "broadcast", "gather", "scatter", "send", "recv"})
 

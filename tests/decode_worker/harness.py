@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from common.ids import AttemptId, RouterId, TransferId, WorkerRef
-from common.kv.block_pool import BlockPool
-from common.messages import AttemptFailed, Granted, HandoffReport, Refused, Reserve, TokenBatch, TransferFailed
-from common.request import FinishReason, SampledToken, SamplingParams, TokenEvent, Work
+from common.engine.kv.block_pool import BlockPool
+from common.values.ids import AttemptId, RouterId, TransferId, WorkerRef
+from common.values.messages import AttemptFailed, Granted, HandoffReport, Refused, Reserve, TokenBatch, TransferFailed
+from common.values.request import FinishReason, SampledToken, SamplingParams, TokenEvent, Work
 from decode_worker.core import DecodeCore, DecodeLimits
 from decode_worker.events import (
     DecodeEffect,

@@ -2,14 +2,14 @@
 
 import pytest
 
-from common.ids import RouterId, TransferId
-from common.messages import (
+from common.values.ids import RouterId, TransferId
+from common.values.messages import (
     AttemptFailed,
     Granted,
     HandoffReport,
     TokenBatch,
 )
-from common.request import FinishReason, SampledToken, SamplingParams
+from common.values.request import FinishReason, SampledToken, SamplingParams
 from decode_worker.events import (
     SendToRouter,
 )

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from common.engine.plan import StepResult
-from common.errors import InvalidTransition
-from common.ids import RouterId, TransferId
-from common.messages import (
+from common.engine.contract.plan import StepResult
+from common.values.errors import InvalidTransition
+from common.values.ids import RouterId, TransferId
+from common.values.messages import (
     AttemptFailed,
     Cancel,
     Granted,
@@ -15,7 +15,7 @@ from common.messages import (
     Refused,
     WorkerState,
 )
-from common.request import SampledToken
+from common.values.request import SampledToken
 from decode_worker.events import (
     Drained,
     DrainRequested,

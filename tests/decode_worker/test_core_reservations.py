@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.ids import TransferId
-from common.messages import (
+from common.values.ids import TransferId
+from common.values.messages import (
     AttemptFailed,
     Granted,
     HandoffReport,

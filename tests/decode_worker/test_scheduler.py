@@ -2,9 +2,9 @@
 
 import pytest
 
-from common.kv.block_pool import BlockPool, RefKind
-from common.messages import Granted, HandoffReport, Refused
-from common.request import SamplingParams, Work
+from common.engine.kv.block_pool import BlockPool, RefKind
+from common.values.messages import Granted, HandoffReport, Refused
+from common.values.request import SamplingParams, Work
 from tests.core_bench import attempt, tokens
 from tests.decode_worker.harness import Bench, job
 from tests.simkit.fake_engine import expected_output

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from common.ids import RouterId
-from common.messages import AttemptFailed, Granted, Refused
-from common.request import SamplingParams, Work
+from common.values.ids import RouterId
+from common.values.messages import AttemptFailed, Granted, Refused
+from common.values.request import SamplingParams, Work
 from decode_worker.events import Drained, DrainRequested, RouterLost, StepFailed
 from tests.core_bench import ROUTER, attempt, tokens
 from tests.decode_worker.harness import Bench

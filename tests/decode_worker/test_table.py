@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from common.engine.plan import StepResult
-from common.errors import InvalidTransition
-from common.ids import TransferId
-from common.request import SampledToken
+from common.engine.contract.plan import StepResult
+from common.values.errors import InvalidTransition
+from common.values.ids import TransferId
+from common.values.request import SampledToken
 from decode_worker.events import DrainRequested, RouterLost, StepFailed, StepFinished
 from kvtransfer.events import (
     CancelAnnounced,

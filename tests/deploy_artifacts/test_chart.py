@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
-from common.config import ClusterConfig
+from common.values.config import ClusterConfig
 from tests.deploy_artifacts.conftest import VALUE_SETS, VALUES_DIR, Render
 from tests.deploy_artifacts.manifests import containers, named, of_kind, pod_templates
 from tests.deploy_artifacts.toolbox import CHART, RAY

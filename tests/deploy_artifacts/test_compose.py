@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.config import ClusterConfig
+from common.values.config import ClusterConfig
 from tests.deploy_artifacts.toolbox import ROOT
 
 DOCKER_DIR = ROOT / "deploy" / "docker"

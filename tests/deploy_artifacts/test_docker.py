@@ -118,7 +118,7 @@ def test_the_routers_install_steps_give_a_router_without_torch_and_ray(tmp_path:
         pytest.skip("no package registry can be reached")
     assert done.returncode == 0, done.stderr[-3000:]
     program = (
-        "import sys, router.app, deploy.cli;"
+        "import sys, router.app, deploy.cli.main;"
         "print(router.app.__file__);"
         "print(sorted({'torch', 'ray', 'triton'} & set(sys.modules)))"
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.config import ClusterConfig
+from common.values.config import ClusterConfig
 from tests.deploy_artifacts.conftest import Render
 from tests.deploy_artifacts.manifests import named, of_kind, pod_templates
 

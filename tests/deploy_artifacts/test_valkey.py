@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from common.pools import PoolStore
-from common.prefix_index import scripts
-from deploy.redis_server import find_binary
+from common.cluster import scripts
+from common.cluster.pools import PoolStore
+from deploy.local.redis_server import find_binary
 from tests.deploy_artifacts.conftest import Render
 from tests.deploy_artifacts.manifests import named
 from tests.ports import free_port

@@ -15,7 +15,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
+
 # Of the environment that runs the tests, whether or not it is activated.
 RAY = str(Path(sys.executable).with_name("ray"))
 CHART = ROOT / "deploy" / "helm" / "pdserve"

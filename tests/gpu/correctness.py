@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
-from common.kernels.decode_attention import decode_attention
-from common.kernels.prefill_attention import prefill_attention
-from common.kernels.rope_write import rope_and_write
-from common.model.backend import AttentionBatch
-from tests.common.kernels.cases import Shape, attention_case
-from tests.common.kernels.checks import GRIDS
-from tests.common.kernels.pairwise import case_id
+from common.engine.contract.attention import AttentionBatch
+from common.engine.devices.triton.decode_attention import decode_attention
+from common.engine.devices.triton.prefill_attention import prefill_attention
+from common.engine.devices.triton.rope_write import rope_and_write
+from tests.common.engine.devices.triton.cases import Shape, attention_case
+from tests.common.engine.devices.triton.checks import GRIDS
+from tests.common.engine.devices.triton.pairwise import case_id
 from tests.gpu.report import Report, error_of
 
 NUM_REPEATS = 50

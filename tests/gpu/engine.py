@@ -7,19 +7,19 @@ from pathlib import Path
 
 import torch
 
-from common.config import ModelConfig, WorkerConfig
+from common.engine.devices.triton.chunk import pack_chunk, unpack_chunk
+from common.engine.devices.triton.device_draws import TritonDraws
+from common.engine.devices.triton.tuning import TuningFile, tune_attention
+from common.engine.kv.fence import StreamFence
 from common.engine.loading import load_model
-from common.kernels.chunk import pack_chunk, unpack_chunk
-from common.kernels.device_draws import TritonDraws
-from common.kernels.tuning import TuningFile, tune_attention
-from common.kv.fence import StreamFence
-from common.request import SamplingParams
-from common.sampling import sample
-from kvtransfer.cache_rows import TorchRows
+from common.engine.sampling import sample
+from common.values.config import ModelConfig, WorkerConfig
+from common.values.request import SamplingParams
+from kvtransfer.chunk.kv_packer import TorchRows
+from kvtransfer.chunk.plan import FRAME_BYTES
 from kvtransfer.events import Chunk
-from kvtransfer.plan import FRAME_BYTES
+from tests.common.engine.devices.triton.test_device_draws import logits_of, specs_of_all_kinds
 from tests.common.engine.drive import Generation, blocks_for, run_all
-from tests.common.kernels.test_device_draws import logits_of, specs_of_all_kinds
 from tests.gpu.report import Report, error_of
 from tests.tiny_model import write_tiny_model
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from common.kernels.chunk import pack_chunk, unpack_chunk
-from common.kernels.decode_attention import decode_attention
-from common.kernels.norm import add_rms_norm
-from common.kernels.prefill_attention import prefill_attention
-from common.kernels.rope_write import rope_and_write
-from common.kernels.sampling import may_draw, row_best
-from common.kernels.silu_mul import silu_mul
-from common.kv.cache import KVCache, KVShape
-from common.kv.quantized import LIMITS
-from common.model.backend import AttentionBatch
+from common.engine.contract.attention import AttentionBatch
+from common.engine.devices.triton.chunk import pack_chunk, unpack_chunk
+from common.engine.devices.triton.decode_attention import decode_attention
+from common.engine.devices.triton.norm import add_rms_norm
+from common.engine.devices.triton.prefill_attention import prefill_attention
+from common.engine.devices.triton.rope_write import rope_and_write
+from common.engine.devices.triton.sampling import may_draw, row_best
+from common.engine.devices.triton.silu_mul import silu_mul
+from common.engine.kv.cache import KVCache, KVShape
+from common.engine.kv.quantized import LIMITS
 from tests.gpu.report import Measurement, Report
 
 BLOCK_SIZE = 16

@@ -13,8 +13,8 @@ from tests.interpreter import import_triton_interpreted
 import_triton_interpreted()
 
 from tests.cluster.load import random_cases  # noqa: E402
-from tests.common.kernels.cases import Shape  # noqa: E402
-from tests.common.kernels.checks import GRIDS  # noqa: E402
+from tests.common.engine.devices.triton.cases import Shape  # noqa: E402
+from tests.common.engine.devices.triton.checks import GRIDS  # noqa: E402
 from tests.gpu import correctness, engine, service, speed  # noqa: E402
 from tests.gpu import run_gpu as run_gpu_module  # noqa: E402
 from tests.gpu.report import Measurement, Report  # noqa: E402

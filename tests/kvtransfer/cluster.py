@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import grpc
 import torch
 
-from common.core_loop import CoreLoop
-from common.grpc_options import server_options
-from common.ids import AttemptId, RequestId, TransferId, WorkerRef
-from common.request import PairingInfo, SampledToken
-from kvtransfer.cache_rows import bytes_per_token_layer
+from common.cores.core_loop import CoreLoop
+from common.values.ids import AttemptId, RequestId, TransferId, WorkerRef
+from common.values.request import PairingInfo, SampledToken
+from common.wire.grpc_options import server_options
+from kvtransfer.chunk.kv_packer import bytes_per_token_layer
+from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.events import (
     AttemptReleased,
     ChunkSent,
@@ -31,11 +32,10 @@ from kvtransfer.events import (
     TransferReceived,
     TransferStarted,
 )
-from kvtransfer.plan import ChunkPlanner
-from kvtransfer.receiver import ReceiverCore
-from kvtransfer.receiver_session import ReceiverSessions
-from kvtransfer.sender import SenderCore
-from kvtransfer.sender_session import SenderSessions
+from kvtransfer.receiver.core import ReceiverCore
+from kvtransfer.receiver.sessions import ReceiverSessions
+from kvtransfer.sender.core import SenderCore
+from kvtransfer.sender.sessions import SenderSessions
 from kvtransfer.session import SessionSettings
 
 NUM_TOKENS = 100

@@ -8,10 +8,10 @@ from types import TracebackType
 
 import grpc
 
-from common.grpc_options import server_options
-from common.ids import WorkerRef
-from kvtransfer.cache_rows import bytes_per_token_layer
-from kvtransfer.plan import ChunkPlanner
+from common.values.ids import WorkerRef
+from common.wire.grpc_options import server_options
+from kvtransfer.chunk.kv_packer import bytes_per_token_layer
+from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.session import SessionSettings
 from tests.kvtransfer.cluster import NUM_LAYERS, PAIRING, Changed, Decode, new_cache, new_transfer_id
 

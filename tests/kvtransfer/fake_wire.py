@@ -10,8 +10,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.ids import AttemptId, RequestId, TransferId, WorkerRef
-from common.request import SampledToken
+from common.values.ids import AttemptId, RequestId, TransferId, WorkerRef
+from common.values.request import SampledToken
+from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.events import (
     AcknowledgedByPeer,
     AttemptReleased,
@@ -49,9 +50,8 @@ from kvtransfer.events import (
     TransferStarted,
     WriteChunk,
 )
-from kvtransfer.plan import ChunkPlanner
-from kvtransfer.receiver import ReceiverCore
-from kvtransfer.sender import SenderCore
+from kvtransfer.receiver.core import ReceiverCore
+from kvtransfer.sender.core import SenderCore
 
 FIRST = (FirstToken(0, SampledToken(1)),)
 NUM_TOKENS, NUM_LAYERS = 24, 3

@@ -5,15 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kvtransfer.cache_rows import TorchRows
-from kvtransfer.codec import ChunkCodec
+from kvtransfer.chunk.aead import KEY_BYTES, Seal, SealKind
+from kvtransfer.chunk.codec import ChunkCodec
+from kvtransfer.chunk.kv_packer import TorchRows
 from kvtransfer.links.nccl import build_nccl_link
 from kvtransfer.links.rendezvous import RendezvousStore, join_rendezvous
-from kvtransfer.seal import KEY_BYTES, Seal, SealKind
 from kvtransfer.session import SessionSettings
+from tests.kvtransfer.chunk.test_payload import chunk_of
 from tests.kvtransfer.cluster import PAIRING, PREFILL, new_cache, new_transfer_id, put_rows, request_rows, rows_of
-from tests.kvtransfer.link_tools import HOST, TIMEOUT_S, new_prefix, receive, send
-from tests.kvtransfer.test_payload import chunk_of
+from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, new_prefix, receive, send
 
 pytestmark = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

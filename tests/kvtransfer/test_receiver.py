@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import InvalidTransition
-from common.ids import TransferId, WorkerRef
-from common.request import KvChunkTiming, SampledToken
-from kvtransfer.coverage import Coverage
+from common.values.errors import InvalidTransition
+from common.values.ids import TransferId, WorkerRef
+from common.values.request import KvChunkTiming, SampledToken
+from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.events import (
     AttemptReleased,
     CancelAnnounced,
@@ -33,9 +33,9 @@ from kvtransfer.events import (
     TransferReceived,
     WriteChunk,
 )
-from kvtransfer.plan import ChunkPlanner
-from kvtransfer.receiver import ATTEMPT_ROWS, PEER_ROWS, TRANSFER_ROWS, ReceiverCore
-from kvtransfer.receiver_state import MAX_TIMED_CHUNKS, AttemptState, PeerState, Standing, Transfer
+from kvtransfer.receiver.core import ATTEMPT_ROWS, PEER_ROWS, TRANSFER_ROWS, ReceiverCore
+from kvtransfer.receiver.coverage import Coverage
+from kvtransfer.receiver.state import MAX_TIMED_CHUNKS, AttemptState, PeerState, Standing, Transfer
 from tests.kvtransfer.cluster import new_transfer_id
 
 P, OTHER = WorkerRef("p", "1"), WorkerRef("q", "1")

@@ -4,9 +4,10 @@ from itertools import permutations
 
 import pytest
 
-from common.errors import InvalidTransition
-from common.ids import TransferId, WorkerRef
-from common.request import SampledToken
+from common.values.errors import InvalidTransition
+from common.values.ids import TransferId, WorkerRef
+from common.values.request import SampledToken
+from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.events import (
     AcknowledgedByPeer,
     CancelledByPeer,
@@ -30,9 +31,8 @@ from kvtransfer.events import (
     TransferEnded,
     TransferStarted,
 )
-from kvtransfer.plan import ChunkPlanner
-from kvtransfer.sender import PEER_ROWS, TRANSFER_ROWS, SenderCore
-from kvtransfer.sender_state import PeerState, TransferState
+from kvtransfer.sender.core import PEER_ROWS, TRANSFER_ROWS, SenderCore
+from kvtransfer.sender.state import PeerState, TransferState
 from tests.kvtransfer.cluster import new_transfer_id
 
 D, OTHER = WorkerRef("d", "1"), WorkerRef("e", "1")

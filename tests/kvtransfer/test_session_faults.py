@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from common.ids import TransferId
-from kvtransfer.codec import ChunkCodec
+from common.values.ids import TransferId
+from kvtransfer.chunk.codec import ChunkCodec
+from kvtransfer.chunk.payload import HEADER_BYTES
 from kvtransfer.events import (
     Chunk,
     Outcome,
 )
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.protocol import Done
-from kvtransfer.payload import HEADER_BYTES
 from tests.kvtransfer.cluster import (
     NUM_TOKENS,
     SOURCE_TABLE,

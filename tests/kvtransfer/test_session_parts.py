@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 
-from common.errors import InvalidTransition
-from common.grpc_options import channel_options, server_options
-from kvtransfer.history import MAX_EVENTS_PER_KEY, MAX_KEYS, History
+from common.cores.history import MAX_EVENTS_PER_KEY, MAX_KEYS, History
+from common.values.errors import InvalidTransition
+from common.wire.grpc_options import channel_options, server_options
 from kvtransfer.links.rendezvous import RendezvousStore
 from kvtransfer.session import (
     SessionEnded,
@@ -20,7 +20,7 @@ from kvtransfer.session import (
     raise_if_bug,
 )
 from tests.kvtransfer.cluster import PAIRING, PREFILL, new_cache
-from tests.kvtransfer.link_tools import TIMEOUT_S, build_link, new_prefix, num_threads, plan
+from tests.kvtransfer.links.link_tools import TIMEOUT_S, build_link, new_prefix, num_threads, plan
 
 
 async def test_events_of_other_threads_are_dropped_once_the_post_is_closed() -> None:

@@ -8,11 +8,11 @@ import grpc
 import pytest
 import torch
 
-from common.grpc_options import channel_options
-from common.ids import AttemptId, TransferId, WorkerRef
-from common.pb import handoff_pb2 as pb
-from common.pb import handoff_pb2_grpc
-from common.request import PairingInfo
+from common.values.ids import AttemptId, TransferId, WorkerRef
+from common.values.request import PairingInfo
+from common.wire.grpc_options import channel_options
+from common.wire.pb import handoff_pb2 as pb
+from common.wire.pb import handoff_pb2_grpc
 from kvtransfer import wire
 from kvtransfer.events import (
     ExpectationWithdrawn,
@@ -38,7 +38,7 @@ from tests.kvtransfer.cluster import (
     ship,
 )
 from tests.kvtransfer.decode_child import DecodeChild
-from tests.kvtransfer.link_tools import listening_addresses, num_fds, num_threads
+from tests.kvtransfer.links.link_tools import listening_addresses, num_fds, num_threads
 from tests.waiting import until
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from common.ids import TransferId
+from common.values.ids import TransferId
+from kvtransfer.chunk.staging import StagingPool
 from kvtransfer.events import Chunk, ChunkPacked, ChunkSent, SendChunk
 from kvtransfer.links.protocol import Done, LinkClosed
-from kvtransfer.packer import Packer
-from kvtransfer.staging import StagingPool
+from kvtransfer.sender.packer import Packer
 from kvtransfer.work_thread import WorkThread
 from tests.kvtransfer.cluster import DECODE, new_transfer_id
-from tests.kvtransfer.link_tools import TIMEOUT_S
+from tests.kvtransfer.links.link_tools import TIMEOUT_S
 
 T = new_transfer_id("t")
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from common.ids import AttemptId, RequestId, TransferId, WorkerRef
-from common.pb import handoff_pb2 as pb
-from common.request import PairingInfo, SampledToken
+from common.values.ids import AttemptId, RequestId, TransferId, WorkerRef
+from common.values.request import PairingInfo, SampledToken
+from common.wire.pb import handoff_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.events import (
     AcknowledgedByPeer,

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from common.engine.plan import SequenceResult, StepPlan, StepResult
-from common.ids import RouterId, TransferId, WorkerRef
-from common.kv.block_pool import BlockPool
-from common.messages import AttemptFailed, FirstTokens, Prefill, Refused
-from common.request import SampledToken, SamplingParams, Work
+from common.engine.contract.plan import SequenceResult, StepPlan, StepResult
+from common.engine.kv.block_pool import BlockPool
+from common.values.ids import RouterId, TransferId, WorkerRef
+from common.values.messages import AttemptFailed, FirstTokens, Prefill, Refused
+from common.values.request import SampledToken, SamplingParams, Work
 from kvtransfer.events import (
     AcknowledgedByPeer,
     CancelledByPeer,

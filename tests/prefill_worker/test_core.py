@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.ids import TransferId
-from common.request import FinishReason, SamplingParams
+from common.values.ids import TransferId
+from common.values.request import FinishReason, SamplingParams
 from kvtransfer.events import (
     FirstTokensSampled,
     TokensComputed,

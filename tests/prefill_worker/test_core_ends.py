@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from common.engine.plan import StepResult
-from common.errors import InvalidTransition
-from common.ids import RouterId
-from common.messages import AttemptFailed, Cancel, FirstTokens, Refused, WorkerState
+from common.engine.contract.plan import StepResult
+from common.values.errors import InvalidTransition
+from common.values.ids import RouterId
+from common.values.messages import AttemptFailed, Cancel, FirstTokens, Refused, WorkerState
 from kvtransfer.events import (
     TransferCancelRequested,
 )

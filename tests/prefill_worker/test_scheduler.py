@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.messages import FirstTokens
+from common.values.messages import FirstTokens
 from kvtransfer.events import AcknowledgedByPeer
 from prefill_worker.scheduler import MAX_OVERTAKEN, MAX_SHORT_STEPS
 from tests.core_bench import tokens

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from common.engine.plan import StepPlan, StepResult
-from common.ids import BlockHash, RouterId, TransferId, WorkerRef
-from common.kv.block_pool import BlockPool
-from common.messages import AttemptFailed, Cancel, FirstTokens, Prefill, Refused
-from common.request import SamplingParams, Work
+from common.engine.contract.plan import StepPlan, StepResult
+from common.engine.kv.block_pool import BlockPool
+from common.values.ids import BlockHash, RouterId, TransferId, WorkerRef
+from common.values.messages import AttemptFailed, Cancel, FirstTokens, Prefill, Refused
+from common.values.request import SamplingParams, Work
+from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.events import (
     AcknowledgedByPeer,
     CancelledByPeer,
@@ -29,8 +30,7 @@ from kvtransfer.events import (
     SendChunk,
     SendFinished,
 )
-from kvtransfer.plan import ChunkPlanner
-from kvtransfer.sender import SenderCore
+from kvtransfer.sender.core import SenderCore
 from prefill_worker.core import PrefillCore, PrefillLimits
 from prefill_worker.events import (
     DrainRequested,

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from common.errors import InvalidTransition
-from common.ids import TransferId, WorkerRef
+from common.values.errors import InvalidTransition
+from common.values.ids import TransferId, WorkerRef
 from kvtransfer.events import CancelledByPeer, ChunkPacked, ChunkSent, PeerLost, PeerReady
 from prefill_worker.events import DrainRequested, LayerComputed, RouterLost, StepFailed, StepFinished
 from tests.core_bench import ROUTER, attempt, tokens

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from common.ids import AttemptId
-from common.messages import (
+from common.values.ids import AttemptId
+from common.values.messages import (
     AttemptFailed,
     AttemptTokens,
     Cancel,
@@ -27,8 +27,8 @@ from common.messages import (
     WorkerState,
     WorkerStats,
 )
-from common.request import SampledToken, TokenEvent, Work
-from router.generation import GenerationRequest
+from common.values.request import SampledToken, TokenEvent, Work
+from router.core.generation import GenerationRequest
 
 STOP_TOKEN_ID = 5
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import grpc
 
-from common.grpc_options import server_options
-from common.ids import RouterId
-from common.messages import (
+from common.cluster.memory import InMemoryIndex
+from common.cluster.protocol import Registration
+from common.values.ids import RouterId
+from common.values.messages import (
     AttemptTokens,
     Cancel,
     Drain,
@@ -24,12 +25,11 @@ from common.messages import (
     WorkerMessage,
     WorkerStats,
 )
-from common.pb import worker_pb2_grpc
-from common.prefix_index.memory import InMemoryIndex
-from common.prefix_index.protocol import Registration
+from common.wire.grpc_options import server_options
+from common.wire.pb import worker_pb2_grpc
 from common.worker.router_streams import RouterStreams
+from tests.router.core.kit import worker_info
 from tests.router.fake_workers import sample
-from tests.router.kit import worker_info
 
 Message = Reserve | Prefill | Cancel | Drain
 

@@ -6,19 +6,19 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from common.config import ModelConfig, RouterConfig
-from common.errors import InvalidRequest, NoReadyPair, RequestCancelled
-from common.hashing import block_hashes, hash_root
-from common.ids import RequestId, WorkerRef
-from common.messages import Cancel, Drain, Prefill, Reserve, Role, WorkerState
-from common.prefix_index.memory import InMemoryIndex
-from common.prefix_index.protocol import Registration
-from router.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, Tokens
+from common.cluster.memory import InMemoryIndex
+from common.cluster.protocol import Registration
+from common.values.config import ModelConfig, RouterConfig
+from common.values.errors import InvalidRequest, NoReadyPair, RequestCancelled
+from common.values.hashing import block_hashes, hash_root
+from common.values.ids import RequestId, WorkerRef
+from common.values.messages import Cancel, Drain, Prefill, Reserve, Role, WorkerState
+from router.core.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, Tokens
+from router.front.service_protocol import GenerationService
 from router.service import RouterService
-from router.service_protocol import GenerationService
+from tests.router.core.kit import BLOCK_SIZE, PAIRING, request
 from tests.router.fake_workers import expected_output
 from tests.router.grpc_worker import GrpcWorker, grpc_workers, idle_stats
-from tests.router.kit import BLOCK_SIZE, PAIRING, request
 
 
 @asynccontextmanager
@@ -303,7 +303,7 @@ async def test_bug_in_the_core_ends_the_service_instead_of_hiding(monkeypatch: p
         def fail(*_: object) -> None:
             raise AssertionError("planted")
 
-        monkeypatch.setattr("router.core.RouterCore._on_worker_message", fail)
+        monkeypatch.setattr("router.core.core.RouterCore._on_worker_message", fail)
         workers["d0"].send(idle_stats(workers["d0"]))
         with pytest.raises(ExceptionGroup):
             async with asyncio.timeout(60):

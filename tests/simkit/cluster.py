@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import PeerError
-from common.hashing import block_hashes, hash_root
-from common.ids import RequestId, RouterId, WorkerRef
-from common.messages import Cancel, Drain, Prefill, Reserve, Role
-from common.prefix_index.memory import InMemoryIndex
+from common.cluster.memory import InMemoryIndex
+from common.values.errors import PeerError
+from common.values.hashing import block_hashes, hash_root
+from common.values.ids import RequestId, RouterId, WorkerRef
+from common.values.messages import Cancel, Drain, Prefill, Reserve, Role
 from decode_worker.events import DrainRequested as DecodeDrain
 from decode_worker.events import MessageReceived as DecodeMessage
 from decode_worker.events import RouterLost as DecodeRouterLost
 from prefill_worker.events import DrainRequested as PrefillDrain
 from prefill_worker.events import MessageReceived as PrefillMessage
 from prefill_worker.events import RouterLost as PrefillRouterLost
-from router.core import RouterCore
-from router.events import (
+from router.core.core import RouterCore
+from router.core.events import (
     Deliver,
     DropWorker,
     LookupPrefix,
@@ -32,8 +32,8 @@ from router.events import (
     WorkerMessageReceived,
     WorkersListed,
 )
-from router.generation import Failed, Finished, GenerationEvent
-from router.router_limits import RouterLimits
+from router.core.generation import Failed, Finished, GenerationEvent
+from router.core.router_limits import RouterLimits
 from tests.simkit.nodes import Node, SimWorker
 from tests.simkit.sessions import Sessions, Stream, Wire
 from tests.simkit.virtual_time import VirtualTime

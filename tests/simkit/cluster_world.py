@@ -10,14 +10,14 @@ Time stands still while anything can happen.
 from collections.abc import Sequence
 from typing import Any
 
-from common.errors import RequestCancelled
-from common.ids import RequestId, RouterId
-from common.messages import Role
-from common.request import SamplingParams
+from common.values.errors import RequestCancelled
+from common.values.ids import RequestId, RouterId
+from common.values.messages import Role
+from common.values.request import SamplingParams
 from common.worker.events import MessageReceived, PublishBlocks, RouterLost, RunStep, SendToRouter
 from kvtransfer.events import SendChunk, WriteChunk
-from router.core import RouterCore
-from router.events import (
+from router.core.core import RouterCore
+from router.core.events import (
     Deliver,
     DropWorker,
     EndRequested,
@@ -26,8 +26,8 @@ from router.events import (
     WorkerConnected,
     WorkerLost,
 )
-from router.generation import Failed, Finished, GenerationRequest, Tokens
-from router.router_limits import RouterLimits
+from router.core.generation import Failed, Finished, GenerationRequest, Tokens
+from router.core.router_limits import RouterLimits
 from tests.simkit import cluster_checks
 from tests.simkit.handoff_net import HandoffNet
 from tests.simkit.handoff_parts import name_of, next_life, ref_of

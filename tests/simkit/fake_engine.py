@@ -7,8 +7,8 @@ tokens alone, with no blocks at all.
 
 from collections.abc import Sequence
 
-from common.engine.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, StepResult
-from common.request import SampledToken, Work
+from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, StepResult
+from common.values.request import SampledToken, Work
 
 VOCAB_SIZE = 50
 

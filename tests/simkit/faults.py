@@ -2,7 +2,7 @@
 
 import random
 
-from common.messages import Role
+from common.values.messages import Role
 from tests.simkit.cluster import SimCluster
 from tests.simkit.plan import PlannedFault
 

@@ -8,7 +8,7 @@ sender hears it only after its packs have ended. What bytes a chunk holds is the
 from collections.abc import Iterable
 from typing import Protocol
 
-from common.ids import TransferId
+from common.values.ids import TransferId
 from kvtransfer.events import (
     ChunkPacked,
     ChunkReceived,

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common.ids import TransferId, WorkerRef
+from common.values.ids import TransferId, WorkerRef
+from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.events import (
     AcknowledgedByPeer,
     CancelAnnounced,
@@ -19,9 +20,8 @@ from kvtransfer.events import (
     SenderEvent,
     SendFinished,
 )
-from kvtransfer.plan import ChunkPlanner
-from kvtransfer.receiver import ReceiverCore
-from kvtransfer.sender import SenderCore
+from kvtransfer.receiver.core import ReceiverCore
+from kvtransfer.sender.core import SenderCore
 from tests.simkit.layered_engine import Payload
 
 NUM_LAYERS = 2

@@ -11,8 +11,8 @@ life, either worker wants to cancel (again), time passes a deadline, a peer brea
 
 from collections.abc import Sequence
 
-from common.ids import AttemptId, RequestId, TransferId
-from common.request import SampledToken
+from common.values.ids import AttemptId, RequestId, TransferId
+from common.values.request import SampledToken
 from kvtransfer.events import (
     AttemptReleased,
     FirstToken,
@@ -31,8 +31,8 @@ from kvtransfer.events import (
     TransferStarted,
     WriteChunk,
 )
-from kvtransfer.receiver import ReceiverCore
-from kvtransfer.sender import SenderCore
+from kvtransfer.receiver.core import ReceiverCore
+from kvtransfer.sender.core import SenderCore
 from tests.simkit import handoff_checks
 from tests.simkit.handoff_faults import HandoffFaults
 from tests.simkit.handoff_net import HandoffNet

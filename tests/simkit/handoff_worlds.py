@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import receiver_state
+from kvtransfer.receiver import state as receiver_state
 from tests.simkit.explorer import Exploration, Progress, explore
 from tests.simkit.handoff_world import HandoffWorld
 

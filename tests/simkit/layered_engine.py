@@ -7,8 +7,8 @@ rows of all layers, read through the block table: a wrong block, layer, position
 
 from collections.abc import Sequence
 
-from common.engine.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, StepResult
-from common.request import SampledToken, SamplingParams
+from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, StepResult
+from common.values.request import SampledToken, SamplingParams
 from kvtransfer.events import Chunk
 
 NUM_LAYERS = 2

@@ -5,21 +5,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from common.ids import RouterId, WorkerRef
-from common.kv.block_pool import BlockPool
-from common.messages import Role, WorkerInfo, WorkerMessage, WorkerStats
-from common.prefix_index.memory import InMemoryIndex
-from common.prefix_index.protocol import Registration
-from common.request import PairingInfo
+from common.cluster.memory import InMemoryIndex
+from common.cluster.protocol import Registration
+from common.engine.kv.block_pool import BlockPool
+from common.values.ids import RouterId, WorkerRef
+from common.values.messages import Role, WorkerInfo, WorkerMessage, WorkerStats
+from common.values.request import PairingInfo
 from decode_worker.core import DecodeCore, DecodeLimits
 from decode_worker.events import PublishBlocks as DecodePublishes
 from decode_worker.events import RunStep as DecodeRuns
 from decode_worker.events import SendToRouter as DecodeSends
 from decode_worker.events import StepFailed as DecodeStepFailed
 from decode_worker.events import StepFinished as DecodeStepFinished
-from kvtransfer.plan import ChunkPlanner
-from kvtransfer.receiver import ReceiverCore
-from kvtransfer.sender import SenderCore
+from kvtransfer.chunk.plan import ChunkPlanner
+from kvtransfer.receiver.core import ReceiverCore
+from kvtransfer.sender.core import SenderCore
 from prefill_worker.core import PrefillCore, PrefillLimits
 from prefill_worker.events import LayerComputed
 from prefill_worker.events import PublishBlocks as PrefillPublishes

@@ -3,9 +3,9 @@
 import random
 from dataclasses import dataclass, replace
 
-from common.ids import RequestId
-from common.request import SamplingParams
-from router.generation import GenerationRequest
+from common.values.ids import RequestId
+from common.values.request import SamplingParams
+from router.core.generation import GenerationRequest
 from tests.simkit.cluster import Shape
 from tests.simkit.layered_engine import VOCAB_SIZE
 

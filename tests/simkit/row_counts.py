@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import receiver, sender
+from kvtransfer.receiver import core as receiver
+from kvtransfer.sender import core as sender
 
 TABLES = tuple(
     (module, name)

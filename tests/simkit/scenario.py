@@ -9,10 +9,10 @@ import hashlib
 import random
 from dataclasses import dataclass, field
 
-from common.errors import NoReadyPair, PeerError
-from common.ids import RequestId
-from router.events import ChoiceStopped, EndRequested, RequestSubmitted
-from router.generation import Failed, Finished, GenerationRequest
+from common.values.errors import NoReadyPair, PeerError
+from common.values.ids import RequestId
+from router.core.events import ChoiceStopped, EndRequested, RequestSubmitted
+from router.core.generation import Failed, Finished, GenerationRequest
 from tests.simkit.cluster import Answer, SimCluster
 from tests.simkit.faults import Faults
 from tests.simkit.layered_engine import expected_output

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from common.ids import TransferId, WorkerRef
+from common.values.ids import TransferId, WorkerRef
 from kvtransfer.events import (
     AcknowledgedByPeer,
     CancelAnnounced,

@@ -3,9 +3,9 @@
 from collections import deque
 from typing import Any
 
-from common.kv.block_pool import BlockPool
-from common.messages import Role, WorkerInfo
-from common.request import PairingInfo
+from common.engine.kv.block_pool import BlockPool
+from common.values.messages import Role, WorkerInfo
+from common.values.request import PairingInfo
 from common.worker.events import LayerComputed, RunStep, StepFinished
 from decode_worker.core import DecodeCore, DecodeLimits
 from prefill_worker.core import PrefillCore, PrefillLimits

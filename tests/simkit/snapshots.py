@@ -12,7 +12,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from common.deadlines import Deadlines
+from common.cores.deadlines import Deadlines
 
 Reducer = Callable[[Any], tuple[Any, ...] | str]
 

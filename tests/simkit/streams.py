@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.messages import WorkerMessage
-from router.events import WorkerMessageReceived
+from common.values.messages import WorkerMessage
+from router.core.events import WorkerMessageReceived
 from tests.simkit.handoff_parts import ref_of
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from prefill_worker.core import PrefillCore
 from prefill_worker.request import PrefillRequest
-from router.request_state import Choice
+from router.core.request_state import Choice
 from tests.simkit.cluster_worlds import WORLDS, Setting
 from tests.simkit.explorer import Violation
 

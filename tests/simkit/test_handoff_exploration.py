@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import pytest
 
 from kvtransfer.events import TransferEnded
-from kvtransfer.receiver import ReceiverCore
-from kvtransfer.receiver_state import Attempt
-from kvtransfer.sender import SenderCore
-from kvtransfer.sender_state import Transfer, TransferState
+from kvtransfer.receiver.core import ReceiverCore
+from kvtransfer.receiver.state import Attempt
+from kvtransfer.sender.core import SenderCore
+from kvtransfer.sender.state import Transfer, TransferState
 from tests.simkit.explorer import Exploration, Violation, explore
 from tests.simkit.handoff_world import HandoffWorld
 from tests.simkit.handoff_worlds import WORLDS

@@ -1,4 +1,4 @@
-"""Bring the chart's schema up to date with `common/config.py`, or check that it is.
+"""Bring the chart's schema up to date with `common/values/config.py`, or check that it is.
 
 `python -m tests.tools.chart_schema` exits 1 when it is stale; with `--write` it rewrites the definitions that
 mirror the configuration. The rest of values.schema.json is written by hand.
@@ -6,14 +6,14 @@ mirror the configuration. The rest of values.schema.json is written by hand.
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from common.config import AutoscaleSettings, RouterSettings, WorkerSettings
+from common.values.config import AutoscaleSettings, RouterSettings, WorkerSettings
+from tests.paths import ROOT
 
-SCHEMA_PATH = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "pdserve" / "values.schema.json"
+SCHEMA_PATH = ROOT / "deploy" / "helm" / "pdserve" / "values.schema.json"
 # What the chart decides: identities, addresses and what it has values of its own for; and no secret in a ConfigMap.
 DECIDED_BY_CHART = frozenset(("router_id", "host", "port", "http_port", "grpc_port", "metrics_port"))
 # These are the pools' own minReplicas and maxReplicas, and the router's Service.

@@ -1,4 +1,4 @@
-"""Generate `common/pb` from `proto/`, or check that the committed modules are what the compiler writes.
+"""Generate `common/wire/pb` from `proto/`, or check that the committed modules are what the compiler writes.
 
 `python -m tests.tools.check_proto` exits 1 when a module is stale; with `--write` it writes them.
 """
@@ -11,10 +11,11 @@ from pathlib import Path
 
 from grpc_tools import protoc
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
+
 PROTO_DIR = ROOT / "proto"
-PB_DIR = ROOT / "common" / "pb"
-# protoc names modules by their path under proto/; ours live flat in common.pb.
+PB_DIR = ROOT / "common" / "wire" / "pb"
+# protoc names modules by their path under proto/; ours live flat in common.wire.pb.
 _IMPORT = re.compile(r"^(from|import) pdserve(?:\.\w+)* import (\w+_pb2)", re.MULTILINE)
 _PYI_IMPORT = re.compile(r"^from pdserve(?:\.\w+)* import", re.MULTILINE)
 
@@ -33,7 +34,7 @@ def generate() -> dict[str, str]:
 
 
 def _flatten(text: str) -> str:
-    return _PYI_IMPORT.sub("from common.pb import", _IMPORT.sub(r"\1 common.pb import \2", text))
+    return _PYI_IMPORT.sub("from common.wire.pb import", _IMPORT.sub(r"\1 common.wire.pb import \2", text))
 
 
 def main() -> int:

@@ -7,10 +7,11 @@ title, a unit, and queries with their legends; where it stands on the page follo
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-GRAFANA_DIR = Path(__file__).resolve().parents[2] / "deploy" / "grafana"
+from tests.paths import ROOT
+
+GRAFANA_DIR = ROOT / "deploy" / "grafana"
 _MODEL = 'model_name=~"$model"'
 _WORKER = f'{_MODEL}, worker=~"$worker"'
 _COLUMNS, _WIDTH, _HEIGHT = 3, 8, 8

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from common.kernels.chunk import pack_chunk, unpack_chunk
-from common.kernels.decode_attention import decode_attention, decode_candidates
-from common.kernels.norm import add_rms_norm, rms_norm
-from common.kernels.prefill_attention import prefill_attention, prefill_candidates
-from common.kernels.rope_write import rope_and_write
-from common.kernels.sampling import adjust_logits, may_draw, row_best
-from common.kernels.silu_mul import silu_mul
-from tests.common.kernels.cases import Shape, attention_case
+from common.engine.devices.triton.chunk import pack_chunk, unpack_chunk
+from common.engine.devices.triton.decode_attention import decode_attention, decode_candidates
+from common.engine.devices.triton.norm import add_rms_norm, rms_norm
+from common.engine.devices.triton.prefill_attention import prefill_attention, prefill_candidates
+from common.engine.devices.triton.rope_write import rope_and_write
+from common.engine.devices.triton.sampling import adjust_logits, may_draw, row_best
+from common.engine.devices.triton.silu_mul import silu_mul
+from tests.common.engine.devices.triton.cases import Shape, attention_case
 from tests.tools.kernel_compile import TARGETS, Facts, compile_launches
 
 # Bytes of shared memory that one program may have.

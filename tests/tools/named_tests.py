@@ -4,7 +4,8 @@ import ast
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
+
 _NAME = re.compile(r"tests/[\w/]+\.py(?:::\w+)?")
 
 

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvtransfer import receiver, sender
+from kvtransfer.receiver import core as receiver
+from kvtransfer.sender import core as sender
 from tests.chaos.ledger import in_words
 from tests.chaos.rows import ROWS
 from tests.chaos.runbook import RUNBOOK

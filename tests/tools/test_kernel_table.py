@@ -51,7 +51,7 @@ def test_tiles_too_large_for_the_registers_are_a_fault() -> None:
     """The whole path sees a spill when there is one: 4 warps hold 128 x 64 products of head_dim 64 on sm_80."""
     code = """
 import sys
-from common.kernels import prefill_attention
+from common.engine.devices.triton import prefill_attention
 from tests.tools import kernel_table
 prefill_attention.prefill_tiles = lambda *_: prefill_attention.PrefillTiles(128, 64, 4, 3)
 sys.argv = ["kernel_table", "--target", "sm_80", "--case", "prefill bf16 d64"]

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from common.ids import RequestId
-from common.messages import Role, WorkerState
-from common.prefix_index.census import WorkerCensus
-from router.access import Access
-from router.recent import TransferRate
-from router.service_protocol import ClusterState, JsonObject, WorkerView
-from tests.router_front.http_rig import HttpRig, http_rig, ids, open_access
-from tests.router_front.scripted_service import RECENT, ScriptedService, answer
+from common.cluster.prefix_index.census import WorkerCensus
+from common.values.ids import RequestId
+from common.values.messages import Role, WorkerState
+from router.front.service_protocol import ClusterState, JsonObject, WorkerView
+from router.observe.recent import TransferRate
+from router.tenants.access import Access
+from tests.router.front.http_rig import HttpRig, http_rig, ids, open_access
+from tests.router.front.scripted_service import RECENT, ScriptedService, answer
 
 ResultT = TypeVar("ResultT")
 LONG_ID = "chatcmpl-0123456789abcdef0123456789abcdef"

@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 
 from common.checkpoint.demo_model import fetch_demo_model
-from deploy.bench.http_client import Endpoint
-from deploy.bench.openai_client import Target, served_model, vocabulary_of
-from deploy.bench.plan import Shape, synthetic
-from deploy.bench.prompts import WORDS, Prompts
-from deploy.bench.run import Run
+from deploy.load.http_client import Endpoint
+from deploy.load.openai_client import Target, served_model, vocabulary_of
+from deploy.load.plan import Shape, synthetic
+from deploy.load.prompts import WORDS, Prompts
+from deploy.load.run import Run
 from tests.cluster.cluster import Cluster, running_cluster
 from tests.cluster.test_routers import following_ports
 from tests.ui.browser import Browser, browser

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster_reports import LoadingWorker, RouterReport
-from common.messages import Role
-from tests.router_front.keys_for_tests import ACME, ADMIN, access
+from common.cluster.reports import LoadingWorker, RouterReport
+from common.values.messages import Role
+from tests.router.front.keys_for_tests import ACME, ADMIN, access
 from tests.ui.browser import ENTER, SPACE, TAB, Browser
 from tests.ui.page_service import HOSTILE_ID, LONG_ID, Served, served, worker
 

@@ -26,7 +26,7 @@ def hits(of: str) -> int:
 
 def break_layer(at_call: int) -> None:
     """One exception in a layer of the model: in the call of that number from now."""
-    from common.model.layers import DecoderLayer
+    from common.engine.model.layers import DecoderLayer
 
     real, calls = DecoderLayer.attend, 0
 
@@ -43,7 +43,7 @@ def break_layer(at_call: int) -> None:
 
 def spoil_row(at_least: int) -> None:
     """Once, in a step that samples for so many rows: the first of them is not finite."""
-    from common.engine import runner
+    from common.engine.executor import runner
 
     real = runner.sample
 
@@ -59,7 +59,7 @@ def spoil_row(at_least: int) -> None:
 
 def count_refused_allocations() -> None:
     """Of blocks, where there are too few."""
-    from common.kv.block_pool import BlockPool
+    from common.engine.kv.block_pool import BlockPool
 
     real = BlockPool.allocate
 
@@ -100,7 +100,7 @@ def die_when(moment: str) -> None:
     """SIGKILL this process in the midst of its work: at an event that no look from outside can catch."""
     from decode_worker.core import DecodeCore
     from kvtransfer.events import AcknowledgedByPeer, ChunkSent
-    from kvtransfer.sender import SenderCore
+    from kvtransfer.sender.core import SenderCore
 
     if moment == "admitting":
         received: Any = DecodeCore._on_transfer_received
@@ -132,7 +132,7 @@ def kill_actor(worker_id: str, num_calls: int) -> list[str]:
     """Of `pdserve up`: kill a worker's actor through Ray while calls of it are queued; returns how each call ended."""
     import ray
 
-    pools_class: Any = sys.modules["deploy.ray_pool"].RayPools
+    pools_class: Any = sys.modules["deploy.ray.pools"].RayPools
     (pools,) = [each for each in gc.get_objects() if isinstance(each, pools_class)]
     handle = pools._lives[worker_id].handle
     calls = [handle.wait.remote(60.0) for _ in range(num_calls)]

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from common.engine.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan
-from common.engine.runner_protocol import Runner
-from common.request import SampledToken, SamplingParams
+from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan
+from common.engine.contract.runner import Runner
+from common.values.request import SampledToken, SamplingParams
 
 
 @dataclass(slots=True)

@@ -1,7 +1,6 @@
 """The demo model against Hugging Face transformers: 24 prompts, greedy, float32, token for token."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -9,15 +8,16 @@ import pytest
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checkpoint.demo_model import fetch_demo_model
-from common.config import ModelConfig, WorkerConfig
+from common.engine.devices.cpu.native.build import SWITCH
 from common.engine.loading import load_model
-from common.native.build import SWITCH
-from common.request import SamplingParams
+from common.values.config import ModelConfig, WorkerConfig
+from common.values.request import SamplingParams
 from tests.common.engine.drive import Generation, blocks_for, run_all
+from tests.paths import GOLDEN_FILE
 
 pytestmark = pytest.mark.model
 
-GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "golden" / "smollm2_greedy.json").read_text())
+GOLDEN: list[dict[str, Any]] = json.loads(GOLDEN_FILE.read_text())
 SHORT = [case for case in GOLDEN if len(case["prompt_token_ids"]) <= 256]
 LONG = [case for case in GOLDEN if len(case["prompt_token_ids"]) > 256]
 BLOCK_SIZE = 16

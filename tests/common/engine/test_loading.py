@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from common.checkpoint import CheckpointError, open_checkpoint
-from common.config import ModelConfig, WorkerConfig
+from common.engine.devices.cpu.native.ops import native_ops
 from common.engine.loading import LoadedModel, load_model, pairing_info, resolve_attention, resolve_dtype
-from common.native.ops import native_ops
+from common.values.config import ModelConfig, WorkerConfig
 from tests.tiny_model import TinyModel, write_tiny_model
 
 

@@ -1,21 +1,21 @@
 """What int8 and int4 weights cost in quality: every token of the golden answers, predicted from the true ones."""
 
 import json
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
 from common.checkpoint.demo_model import fetch_demo_model
-from common.config import ModelConfig, Quantization, WorkerConfig
+from common.engine.devices.cpu.native.ops import native_ops
 from common.engine.loading import load_model
-from common.native.ops import native_ops
-from tests.common.model.batches import Run, batch_of
+from common.values.config import ModelConfig, Quantization, WorkerConfig
+from tests.common.engine.model.batches import Run, batch_of
+from tests.paths import GOLDEN_FILE
 
 pytestmark = pytest.mark.model
 
-GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "golden" / "smollm2_greedy.json").read_text())
+GOLDEN: list[dict[str, Any]] = json.loads(GOLDEN_FILE.read_text())
 CASES = [case for case in GOLDEN if len(case["prompt_token_ids"]) <= 256]
 BLOCKS = tuple(range(40))
 # share of the reference's greedy tokens that come first here too, and nats that the others' likelihood may lose

@@ -3,11 +3,11 @@
 import re
 import socket
 import urllib.request
-from pathlib import Path
 
 import pytest
 
 from common.telemetry.metrics import METRICS, Metrics
+from tests.paths import ROOT
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_change_of_role_keeps_what_was_counted_and_drops_gauges_of_the_old_rol
 
 def test_every_metric_is_set_by_something() -> None:
     """One that is declared, drawn and alerted on but set nowhere tells operators that all is well."""
-    root = Path(__file__).resolve().parents[3]
+    root = ROOT
     packages = ("common", "decode_worker", "deploy", "kvtransfer", "prefill_worker", "router")
     source = "".join(path.read_text() for package in packages for path in (root / package).rglob("*.py"))
     assert [spec.name for spec in METRICS if source.count(f'"{spec.name}"') < 2] == []

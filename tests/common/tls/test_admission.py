@@ -9,11 +9,11 @@ import grpc
 import pytest
 from cryptography import x509
 
-from common.config import TlsSettings
-from common.pb import handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
 from common.tls.admission import ADMITTED, RoleGuard, interceptors, roles_of
 from common.tls.identity import Component, Identity, certificate_name
-from deploy import certs
+from common.values.config import TlsSettings
+from common.wire.pb import handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
+from deploy.cli import certs
 from tests.certificates import NAMESPACE, new_certs, tls_settings
 
 _LIMIT_S = 60.0

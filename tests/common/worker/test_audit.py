@@ -1,9 +1,9 @@
 """Taking stock of a worker: what the cores say they hold, over the wire and back."""
 
-from common.ids import AttemptId, RequestId, WorkerRef
-from common.kv.block_pool import BlockPool, PoolStats, RefKind
-from common.messages import Holding, Role, WorkerInfo
-from common.request import PairingInfo
+from common.engine.kv.block_pool import BlockPool, PoolStats, RefKind
+from common.values.ids import AttemptId, RequestId, WorkerRef
+from common.values.messages import Holding, Role, WorkerInfo
+from common.values.request import PairingInfo
 from common.worker.audit import Audit, audit, audit_from_pb, audit_to_pb
 
 ATTEMPT = AttemptId(RequestId("r"), 1)

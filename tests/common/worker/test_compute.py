@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from common.engine.plan import StepPlan, StepResult
-from common.engine.runner_protocol import LayerHook
+from common.engine.contract.plan import StepPlan, StepResult
+from common.engine.contract.runner import LayerHook
 from common.worker.compute import ComputeThread
 
 
@@ -107,7 +107,7 @@ def test_a_wedged_step_does_not_keep_the_process_from_ending() -> None:
     """The step never ends, and the process ends all the same: its exit code is its own."""
     program = """
 import sys, threading
-from common.engine.plan import StepPlan
+from common.engine.contract.plan import StepPlan
 from common.worker.compute import ComputeThread
 class Wedged:
     def run(self, plan, layer_hook=None):

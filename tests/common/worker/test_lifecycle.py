@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from common.config import ModelConfig, WorkerConfig
-from common.errors import PdserveError
-from common.ids import BlockHash, RouterId
-from common.messages import WorkerInfo, WorkerStats
+from common.values.config import ModelConfig, WorkerConfig
+from common.values.errors import PdserveError
+from common.values.ids import BlockHash, RouterId
+from common.values.messages import WorkerInfo, WorkerStats
 from common.worker.audit import Audit
 from common.worker.control import RoleChangeFailed, WorkerControl
 from common.worker.lifecycle import Surroundings, run_worker
-from common.worker.vitality import StepWedged
+from common.worker.watchdog import StepWedged
 from tests.tiny_model import write_tiny_model
 from tests.waiting import until
 
@@ -257,7 +257,7 @@ async def test_a_presence_that_cannot_start_leaves_no_server_and_no_role(
         raise OSError("no presence")
 
     presence_address = _note_registrations(monkeypatch)
-    monkeypatch.setattr("common.prefix_index.redis.WorkerPresence.start", start)
+    monkeypatch.setattr("common.cluster.presence.WorkerPresence.start", start)
     async with running(config_of(model)) as rig:
         with pytest.raises(OSError, match="no presence"):
             await rig.ended()
@@ -269,7 +269,7 @@ async def test_a_presence_that_fails_to_close_skips_nothing(model: Path, monkeyp
     async def close(presence: Any) -> None:
         raise OSError("Redis is odd")
 
-    monkeypatch.setattr("common.prefix_index.redis.WorkerPresence.close", close)
+    monkeypatch.setattr("common.cluster.presence.WorkerPresence.close", close)
     async with running(config_of(model)) as rig:
         description = await rig.until_ready()
         rig.control.request_drain(0.0)
@@ -299,7 +299,7 @@ async def test_a_failed_role_ends_the_worker_with_its_bug(model: Path) -> None:
 
 def _note_registrations(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
     """The address that a presence was made with, by the presence."""
-    from common.prefix_index.redis import WorkerPresence
+    from common.cluster.presence import WorkerPresence
 
     made: dict[int, str] = {}
     original: Callable[..., None] = WorkerPresence.__init__

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster_reports import LoadingWorker, loading_reports, parsed
-from common.config import ModelConfig, WorkerConfig
+from common.cluster.reports import LoadingWorker, loading_reports, parsed
+from common.engine.contract.progress import LoadPhase
 from common.engine.loading import load_model
-from common.engine.progress import LoadPhase
+from common.values.config import ModelConfig, WorkerConfig
 from common.worker.loading_progress import LoadingProgress, shown_loading
-from deploy.loading_watch import LoadingWatch
+from deploy.client.loading_watch import LoadingWatch
 from tests.redis_box import RedisBox, binaries, redis_box
 from tests.tiny_model import write_tiny_model
 from tests.waiting import until

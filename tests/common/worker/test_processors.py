@@ -7,9 +7,9 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from common.config import WorkerSettings
-from common.engine.plan import StepPlan, StepResult
-from common.engine.runner_protocol import LayerHook
+from common.engine.contract.plan import StepPlan, StepResult
+from common.engine.contract.runner import LayerHook
+from common.values.config import WorkerSettings
 from common.worker.compute import ComputeThread
 from common.worker.processors import processors
 

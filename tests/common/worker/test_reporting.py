@@ -2,9 +2,9 @@
 
 import pytest
 
-from common.ids import AttemptId, RequestId
-from common.messages import HandoffReport, TransferFailed, WorkerStats
 from common.telemetry.metrics import Metrics
+from common.values.ids import AttemptId, RequestId
+from common.values.messages import HandoffReport, TransferFailed, WorkerStats
 from common.worker.reporting import record_message, report_stats
 
 ATTEMPT = AttemptId(RequestId("r"), 1)

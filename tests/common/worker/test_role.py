@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from common.config import ModelConfig, WorkerConfig
-from common.engine.plan import StepPlan, StepResult
-from common.ids import RouterId
+from common.engine.contract.plan import StepPlan, StepResult
+from common.values.config import ModelConfig, WorkerConfig
+from common.values.ids import RouterId
 from common.worker.events import RunStep
 from common.worker.role import RoleShell
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.config import ModelConfig, WorkerConfig
+from common.values.config import ModelConfig, WorkerConfig
 from common.worker.role_change import MAY_DIFFER, OF_THE_PLACE, RoleChangeRefused, at_the_place_of, check_role_change
 
 PREFILL = WorkerConfig(role="prefill", worker_id="prefill-0", model=ModelConfig(path="m"), redis_url="redis://a")

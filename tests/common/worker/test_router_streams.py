@@ -7,10 +7,9 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from common.grpc_options import channel_options, server_options
-from common.ids import AttemptId, RequestId, RouterId, WorkerRef
-from common.kv.block_pool import PoolStats
-from common.messages import (
+from common.engine.kv.block_pool import PoolStats
+from common.values.ids import AttemptId, RequestId, RouterId, WorkerRef
+from common.values.messages import (
     Cancel,
     Granted,
     Holding,
@@ -21,10 +20,11 @@ from common.messages import (
     WorkerMessage,
     WorkerStats,
 )
-from common.pb import worker_pb2, worker_pb2_grpc
-from common.pb_batch import MAX_BATCHED, router_messages_to_pb, worker_messages_from_pb
-from common.pb_convert import router_message_to_pb, worker_message_from_pb
-from common.request import PairingInfo
+from common.values.request import PairingInfo
+from common.wire.batch import MAX_BATCHED, router_messages_to_pb, worker_messages_from_pb
+from common.wire.convert import router_message_to_pb, worker_message_from_pb
+from common.wire.grpc_options import channel_options, server_options
+from common.wire.pb import worker_pb2, worker_pb2_grpc
 from common.worker import router_streams
 from common.worker.audit import Audit, audit_from_pb
 from common.worker.router_streams import RouterStreams

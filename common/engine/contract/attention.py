@@ -1,0 +1,62 @@
+"""What the model needs from attention: `AttentionBackend`, implemented by the cpu and the triton path."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Where the tokens of one step stand. Sequences lie one after another in the flattened token axis.
+
+    Integer tensors are int32 on the model's device unless said otherwise.
+    """
+
+    positions: torch.Tensor  # [num_tokens] int64: position of each token in its sequence
+    slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset of each token's KV
+    cu_seqlens_q: torch.Tensor  # [num_seqs + 1]: first token of each sequence in the flattened axis
+    seq_lens: torch.Tensor  # [num_seqs]: tokens of each sequence after this step (cached + new)
+    block_tables: torch.Tensor  # [num_seqs, max_blocks]: padded with 0, read only below seq_lens
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How one layer attends: the same for all its tokens."""
+
+    scale: float
+    window: int = 0  # a token sees itself and the window - 1 tokens before it; 0 = all of them
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 = they stay
+
+    @property
+    def is_plain(self) -> bool:
+        """Neither a window nor a soft cap."""
+        return not self.window and not self.soft_cap
+
+
+class AttentionBackend(Protocol):
+    """RoPE + KV write, then attention over the paged cache. `kv` is one layer of the cache:
+
+    [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim], or of a quantized one (`common.engine.kv.quantized`):
+    [2 (K, V), num_blocks, block_size, 1, row_bytes], int8 or float8_e4m3fn.
+    """
+
+    def rope_and_write(
+        self,
+        q: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        k: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        v: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        cos_sin: torch.Tensor,  # [max_position, head_dim] float32: cos in the first half, sin in the second
+        kv: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """Rotate q and k (half-rotation form), write k and v to their slots; returns the rotated q."""
+        ...
+
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Causal attention of every new token over its sequence. Returns [num_tokens, num_heads, head_dim]."""
+        ...

@@ -1,0 +1,142 @@
+"""Decode steps replayed from CUDA graphs: one launch for a whole step instead of ten per layer.
+
+Owns the tensors that graphs read their inputs from, and the graphs. A graph is for a number of sequences and a longest
+length, both rounded up to powers of two, and is captured when a step first needs it. Rows without a sequence have
+length 0 and no slot: kernels write nothing for them. Sampling stays outside.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.engine.contract.attention import AttentionBatch
+from common.engine.kv.cache import KVCache
+from common.engine.model.decoder import Decoder
+
+MIN_LEN = 1024  # shorter sequences are few splits of the decode kernel anyway
+
+# Runs the function once or more, and gives what repeats its work on the tensors that it read, and its result.
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a graph reads: rows of sequences in use, then rows without one. As in `AttentionBatch`."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def empty(cls, max_num_seqs: int, max_blocks: int, device: torch.device | str) -> "StepInputs":
+        def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        rows = torch.arange(max_num_seqs + 1, device=device)
+        token_ids, positions, slot_mapping = (zeros(max_num_seqs, dtype=torch.int64) for _ in range(3))
+        return cls(
+            token_ids,
+            positions,
+            slot_mapping,
+            cu_seqlens_q=rows.to(torch.int32),
+            seq_lens=zeros(max_num_seqs, dtype=torch.int32),
+            block_tables=zeros(max_num_seqs, max_blocks, dtype=torch.int32),
+            rows=rows,
+        )
+
+    def fill(self, token_ids: torch.Tensor, batch: AttentionBatch, num_rows: int) -> None:
+        """Copy a step's inputs, and make the rows behind them, up to `num_rows`, rows without a sequence."""
+        count, width = batch.block_tables.shape
+        for target, source, padding in (
+            (self.token_ids, token_ids, 0),
+            (self.positions, batch.positions, 0),
+            (self.slot_mapping, batch.slot_mapping, -1),
+            (self.seq_lens, batch.seq_lens, 0),
+        ):
+            target[:count].copy_(source)
+            target[count:num_rows].fill_(padding)
+        self.block_tables[:count, :width].copy_(batch.block_tables)
+
+    def batch(self, num_rows: int, max_seq_len: int) -> AttentionBatch:
+        """Views for `num_rows` sequences of one new token each."""
+        return AttentionBatch(
+            self.positions[:num_rows],
+            self.slot_mapping[:num_rows],
+            self.cu_seqlens_q[: num_rows + 1],
+            self.seq_lens[:num_rows],
+            self.block_tables[:num_rows],
+            1,
+            max_seq_len,
+        )
+
+
+class DecodeGraphs:
+    """One step at a time, from the compute thread."""
+
+    def __init__(
+        self, model: Decoder, cache: KVCache, max_num_seqs: int, max_len: int, capture: Capture | None = None
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._max_num_seqs = max_num_seqs
+        self._max_len = max_len
+        self._capture = capture or CudaCapture()
+        self._inputs = StepInputs.empty(max_num_seqs, -(-max_len // cache.block_size), cache.data.device)
+        self._graphs: dict[tuple[int, int], tuple[Callable[[], None], torch.Tensor]] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        """At most the powers of two up to both limits, multiplied."""
+        return len(self._graphs)
+
+    def can_run(self, batch: AttentionBatch) -> bool:
+        """Single tokens of not too many and not too long sequences."""
+        count = batch.seq_lens.shape[0]
+        return batch.max_query_len == 1 and count <= self._max_num_seqs and batch.max_seq_len <= self._max_len
+
+    def run(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Logits [num_seqs, vocab_size] float32 of a step that can run; valid until the next call."""
+        count = batch.seq_lens.shape[0]
+        key = min(_round_up(count), self._max_num_seqs), min(max(MIN_LEN, _round_up(batch.max_seq_len)), self._max_len)
+        self._inputs.fill(token_ids, batch, key[0])
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(lambda: self._forward(*key))
+        replay, logits = self._graphs[key]
+        replay()
+        return logits[:count]
+
+    def _forward(self, num_rows: int, max_seq_len: int) -> torch.Tensor:
+        inputs = self._inputs
+        batch = inputs.batch(num_rows, max_seq_len)
+        return self._model.forward(inputs.token_ids[:num_rows], batch, self._cache.layers, inputs.rows[:num_rows])
+
+
+class CudaCapture:
+    """`Capture` on the current CUDA device. All graphs share memory: they run one after another."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()  # compiles what is not compiled yet, which a capture must not
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads copy KV on streams of their own meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = run()
+        self._pool = self._pool or graph.pool()
+        return graph.replay, logits
+
+
+def _round_up(count: int) -> int:
+    """To a power of two."""
+    return 1 << (count - 1).bit_length()

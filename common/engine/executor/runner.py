@@ -1,0 +1,130 @@
+"""The torch runner: turns a StepPlan into tensors, runs the model, samples. Owns the model and its KV cache."""
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, StepResult
+from common.engine.contract.runner import LayerHook
+from common.engine.executor.graphs import DecodeGraphs
+from common.engine.kv.cache import KVCache
+from common.engine.kv.fence import Fence
+from common.engine.model.decoder import Decoder
+from common.engine.sampling import DrawCandidates, SampleError, sample
+from common.values.request import SampledToken
+
+
+class ModelRunner:
+    """`Runner` on torch. One step at a time, from one thread."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        device: torch.device | str = "cpu",
+        draws: DrawCandidates | None = None,  # what narrows draws down; None = full noise
+        graphs: DecodeGraphs | None = None,  # None = every kernel is launched by itself
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._device = device
+        self._draws = draws
+        self._graphs = graphs
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> StepResult:
+        """Copy blocks, write KV of all scheduled tokens, sample where asked."""
+        started_s = time.perf_counter()
+        self._cache.copy_blocks(plan.block_copies)
+        results = self._forward_and_sample(plan.sequences, layer_hook) if plan.sequences else ()
+        if self._cache.fence is not None:
+            self._cache.fence.mark_step()
+        return StepResult(plan.step_id, results, time.perf_counter() - started_s)
+
+    def _forward_and_sample(
+        self, sequences: Sequence[ScheduledSequence], layer_hook: LayerHook | None
+    ) -> tuple[SequenceResult, ...]:
+        batch = build_batch(sequences, self._cache.block_size, self._device)
+        token_ids = self._int64([token_id for seq in sequences for token_id in seq.token_ids])
+        ends = accumulate(len(seq.token_ids) for seq in sequences)
+        sampled = [(seq, end - 1) for seq, end in zip(sequences, ends, strict=True) if seq.samples]
+        rows = [row for _, row in sampled]
+        has_all_rows = layer_hook is None and len(sampled) == len(sequences)
+        if has_all_rows and self._graphs is not None and self._graphs.can_run(batch):
+            logits = self._graphs.run(token_ids, batch)
+        else:
+            hook = _marking(self._cache.fence, layer_hook) if self._cache.fence is not None else layer_hook
+            logits = self._model.forward(token_ids, batch, self._cache.layers, self._int64(rows), hook)
+        return _sample([seq for seq, _ in sampled], logits, self._draws)
+
+    def _int64(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _marking(fence: Fence, layer_hook: LayerHook | None) -> LayerHook:
+    """The hook, after a mark: whoever it tells of a layer finds the mark."""
+
+    def mark_and_tell(num_layers: int) -> None:
+        fence.mark(num_layers)
+        if layer_hook is not None:
+            layer_hook(num_layers)
+
+    return mark_and_tell
+
+
+def build_batch(
+    sequences: Sequence[ScheduledSequence], block_size: int, device: torch.device | str = "cpu"
+) -> AttentionBatch:
+    """Where every token of the step stands. Raises ValueError when a block table is too short."""
+    lens = [seq.start + len(seq.token_ids) for seq in sequences]
+    num_new = torch.tensor([len(seq.token_ids) for seq in sequences])
+    cu_seqlens = torch.zeros(len(sequences) + 1, dtype=torch.int32)
+    torch.cumsum(num_new, 0, out=cu_seqlens[1:])
+    block_tables = _pad_tables(sequences, lens, block_size)
+    seq_of_token = torch.repeat_interleave(torch.arange(len(sequences)), num_new)
+    starts = torch.tensor([seq.start for seq in sequences])
+    positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[seq_of_token] + starts[seq_of_token]
+    blocks = block_tables[seq_of_token, positions // block_size].long()
+    return AttentionBatch(
+        positions=positions.to(device),
+        slot_mapping=(blocks * block_size + positions % block_size).to(device),
+        cu_seqlens_q=cu_seqlens.to(device),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_tables=block_tables.to(device),
+        max_query_len=int(num_new.max()),
+        max_seq_len=max(lens),
+    )
+
+
+def _pad_tables(sequences: Sequence[ScheduledSequence], lens: list[int], block_size: int) -> torch.Tensor:
+    """[num_seqs, max_blocks] int32, cut to the blocks in use and padded with 0."""
+    counts = [-(-length // block_size) for length in lens]
+    for seq, count in zip(sequences, counts, strict=True):
+        if len(seq.block_table) < count:
+            raise ValueError(f"sequence {seq.sequence_id}: {len(seq.block_table)} blocks, {count} needed")
+    width = max(counts)
+    rows = [seq.block_table[:count] + (0,) * (width - count) for seq, count in zip(sequences, counts, strict=True)]
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def _sample(
+    sequences: list[ScheduledSequence], logits: torch.Tensor, draws: DrawCandidates | None
+) -> tuple[SequenceResult, ...]:
+    """One row of logits serves all samples of its sequence."""
+    specs: list[SampleSpec] = [spec for seq in sequences for spec in seq.samples]
+    if len(specs) > len(sequences):
+        counts = torch.tensor([len(seq.samples) for seq in sequences], device=logits.device)
+        logits = logits.repeat_interleave(counts, dim=0)
+    drawn = iter(sample(logits, specs, draws))
+    return tuple(_result(seq, [next(drawn) for _ in seq.samples]) for seq in sequences)
+
+
+def _result(sequence: ScheduledSequence, drawn: list[SampledToken | SampleError]) -> SequenceResult:
+    errors = [token.reason for token in drawn if isinstance(token, SampleError)]
+    if errors:
+        return SequenceResult(sequence.sequence_id, error=errors[0])
+    tokens = tuple(token for token in drawn if isinstance(token, SampledToken))
+    return SequenceResult(sequence.sequence_id, tokens)

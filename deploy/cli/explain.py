@@ -1,0 +1,101 @@
+"""`pdserve explain`: one request as text, from what the router remembers of it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deploy.cli.waterfall import Waterfall, render
+from deploy.client.admin import AdminClient
+from deploy.client.show import table
+
+_DECISION = ("at", "role", "worker", "cost", "load", "cached", "")
+
+
+def explain_request(url: str, request_id: str, *, as_json: bool) -> None:
+    """Print it. Raises AdminFailed when the router does not know the request."""
+    record = AdminClient(url).record(request_id)
+    print(json.dumps(record) if as_json else "\n".join(lines_of(record)))
+
+
+def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
+    """What, where the time went, why there, what was tried."""
+    yield f"{record['request_id']}: {_outcome(record)}"
+    yield (
+        f"prompt {record['num_prompt_tokens']} tokens ({record['num_cached_tokens']} cached), "
+        f"answer {record['num_completion_tokens']}, retries {record['num_retries']}"
+    )
+    yield ""
+    yield from render(waterfall_of(record))
+    yield from _steps(record["timings"])
+    yield ""
+    yield from _decisions(record["decisions"])
+    yield ""
+    for attempt in record["attempts"]:
+        yield _attempt(attempt)
+
+
+def waterfall_of(record: Mapping[str, Any]) -> Waterfall:
+    """The record's timings, as the drawing wants them."""
+    timings = record["timings"]
+    return Waterfall(
+        route_s=timings["route_s"],
+        queue_s=timings["prefill_queue_s"],
+        prefill_s=timings["prefill_s"],
+        hidden_transfer_s=max(0.0, timings["kv_transfer_s"] - timings["kv_exposed_s"]),
+        exposed_transfer_s=timings["kv_exposed_s"],
+        decode_queue_s=timings["decode_queue_s"],
+        decode_s=timings["decode_s"],
+        first_token_s=timings["time_to_first_token_s"],
+        kv_bytes=timings["kv_bytes"],
+        num_tokens=record["num_completion_tokens"],
+    )
+
+
+def _outcome(record: Mapping[str, Any]) -> str:
+    if record["status"] == "failed":
+        return f"failed, {record['error']}: {record['message']}"
+    if record["status"] == "running":
+        return f"running for {record['age_s']:.1f} s"
+    return f"finished ({', '.join(dict.fromkeys(record['finish_reasons']))})"
+
+
+def _steps(timings: Mapping[str, Any]) -> Iterator[str]:
+    """Prefill step by step, and when KV was in its place."""
+    for idx, (start_s, end_s, num_tokens) in enumerate(timings["prefill_chunks"], 1):
+        yield f"  prefill step {idx}: {num_tokens} tokens, {_ms(start_s)} to {_ms(end_s)}"
+    ticks = timings.get("kv_ticks", ())
+    if ticks:
+        yield f"  KV of {len(ticks)} chunks in place from {_ms(ticks[0][0])} to {_ms(ticks[-1][0])}"
+        handover_s = timings["kv_exposed_s"] + timings["decode_queue_s"]
+        yield f"  prompt computed to first decode step: {_ms(handover_s)}"
+
+
+def _decisions(decisions: list[Mapping[str, Any]]) -> list[str]:
+    rows = [_DECISION, *(row for decision in decisions for row in _candidates(decision))]
+    return table(rows) if len(rows) > 1 else ["no routing decision yet"]
+
+
+def _candidates(decision: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
+    for candidate in decision["candidates"]:
+        is_chosen = candidate["worker_id"] == decision["chosen"]
+        note = candidate["refusal"] or (f"<- chosen: {decision['why']}" if is_chosen else "")
+        cost, load = f"{candidate['cost']:.3f}", f"{candidate['load']:.3f}"
+        where = (candidate["worker_id"], cost, load, candidate["num_cached_tokens"])
+        yield (_ms(decision["at_s"]), decision["role"], *where, note)
+
+
+def _attempt(attempt: Mapping[str, Any]) -> str:
+    prefill = "local" if attempt["is_local"] else _worker(attempt["prefill_worker"])
+    try_note = f" (try {attempt['prefill_try'] + 1})" if attempt["prefill_try"] > 0 else ""
+    state = attempt["end_reason"] or attempt["phase"]
+    where = f"prefill {prefill}{try_note}, decode {_worker(attempt['decode_worker'])}"
+    return f"attempt {attempt['attempt']}: {where}: {state}"
+
+
+def _worker(reference: str) -> str:
+    """Its name, without which of its lives it was."""
+    return reference.partition("#")[0] or "-"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"

@@ -1,0 +1,161 @@
+"""Talks to a router's administration API, for commands that look at a cluster or change it. Standard library only."""
+
+import json
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from deploy.client.credentials import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, admin_key_of_environment
+from deploy.client.tls import CA_VARIABLE, trusting_ca, trusting_only
+
+TIMEOUT_S = 10.0
+_POLL_INTERVAL_S = 0.2
+
+
+class AdminFailed(Exception):
+    """The router refused or could not be reached; the message says which."""
+
+
+class Unhealthy(Exception):
+    """The router answers, but the cluster is not (yet) as it should be."""
+
+
+class AdminClient:
+    """One router, by its HTTP address; `key` is its admin key, by default the one in the environment.
+
+    `cert_file`: the one certificate to believe; without it, https is checked against the CA of the environment.
+    """
+
+    def __init__(self, url: str, key: str | None = None, cert_file: str = "") -> None:
+        self._url = url.rstrip("/")
+        self._cert_file = cert_file
+        self._key = admin_key_of_environment() if key is None else key
+
+    def state(self) -> dict[str, Any]:
+        """Everything about the workers."""
+        state: dict[str, Any] = self._call("GET", "/admin/v1/state")
+        return state
+
+    def record(self, request_id: str) -> dict[str, Any]:
+        """Everything the router remembers of a request."""
+        record: dict[str, Any] = self._call("GET", f"/admin/v1/requests/{urllib.parse.quote(request_id, safe='')}")
+        return record
+
+    def snapshots(self) -> Iterator[dict[str, Any]]:
+        """What the router knows, twice a second until the caller leaves. Raises AdminFailed when it goes away."""
+        request = urllib.request.Request(f"{self._url}/admin/v1/events", headers=self._headers())
+        try:
+            with self._open(request) as reply:
+                for line in reply:
+                    if line.startswith(b"data: "):
+                        yield json.loads(line[6:])
+        except urllib.error.HTTPError as error:
+            raise AdminFailed(_message(error.code, error.read())) from error
+        except OSError as error:
+            raise self._no_answer(error) from error
+        raise AdminFailed(f"the router at {self._url} has closed the stream")
+
+    def readiness(self) -> dict[str, Any]:
+        """Whether a request would be served, and if not, why."""
+        readiness: dict[str, Any] = self._call("GET", "/ready", ok=(200, 503))
+        return readiness
+
+    def model_name(self) -> str:
+        """What the API calls the model."""
+        return str(next(self.snapshots())["router"]["model"])
+
+    def scale(self, sizes: Mapping[str, int]) -> None:
+        self._call("POST", "/admin/v1/pools", sizes)
+
+    def drain(self, worker_id: str, grace_s: float | None) -> None:
+        body = {} if grace_s is None else {"grace_s": grace_s}
+        self._call("POST", f"/admin/v1/workers/{worker_id}/drain", body)
+
+    def _call(self, method: str, path: str, body: Mapping[str, object] | None = None, ok: tuple[int, ...] = ()) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self._url}{path}", data=data, headers=self._headers(), method=method)
+        try:
+            with self._open(request) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            content = error.read()
+            if error.code in ok:
+                return json.loads(content)
+            raise AdminFailed(_message(error.code, content)) from error
+        except (urllib.error.URLError, OSError, ValueError) as error:
+            raise self._no_answer(error) from error
+
+    def _open(self, request: urllib.request.Request) -> Any:
+        """The reply. The certificate to believe is read each time: it may have been replaced."""
+        if not self._url.startswith("https:"):
+            return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        context = trusting_only(self._cert_file) if self._cert_file else trusting_ca()
+        return urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context)
+
+    def _headers(self) -> dict[str, str]:
+        return {"content-type": "application/json", **({"x-admin-key": self._key} if self._key else {})}
+
+    def _no_answer(self, error: Exception) -> AdminFailed:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            text = f"the certificate of {self._url} is not trusted ({reason.verify_message}): put its CA into"
+            return AdminFailed(f"{text} ${CA_VARIABLE}")
+        return AdminFailed(
+            f"nothing answers at {self._url}: is pdserve up running? (--url or $PDSERVE_URL names another address)"
+        )
+
+
+def wait_for_sizes(
+    client: AdminClient, sizes: Mapping[str, int], timeout_s: float, report: Callable[[str], None]
+) -> None:
+    """Return when each pool has exactly so many workers, all of them ready. Raises Unhealthy after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    said = ""
+    while True:
+        state = client.state()
+        now = _count(state["workers"], sizes)
+        if all(now[role] == (replicas, replicas) for role, replicas in sizes.items()):
+            return
+        parts = [f"{role} {ready} ready of {sizes[role]}" for role, (ready, _) in now.items()]
+        text = ", ".join([*parts, *changes(state.get("pools") or {})])
+        if text != said:
+            report(text)
+            said = text
+        if time.monotonic() > deadline_s:
+            raise Unhealthy(f"after {timeout_s:.0f} s: {text}")
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def wait_until_gone(client: AdminClient, worker: Mapping[str, Any], timeout_s: float) -> None:
+    """Return when the router no longer sees this life of the worker. Raises Unhealthy after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while any(other["incarnation"] == worker["incarnation"] for other in client.state()["workers"]):
+        if time.monotonic() > deadline_s:
+            raise Unhealthy(f"{worker['worker_id']} is still draining after {timeout_s:.0f} s")
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def changes(pools: Mapping[str, Any]) -> list[str]:
+    """Workers on their way from one pool to the other."""
+    moving = [change for pool in pools.values() for change in pool.get("changing", ())]
+    return [f"{change['from_worker_id']} changes to {change['worker_id']}" for change in moving]
+
+
+def _count(workers: list[dict[str, Any]], sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Per role: how many are ready, how many there are in all."""
+    members = {role: [worker for worker in workers if worker["role"] == role] for role in sizes}
+    return {role: (sum(worker["state"] == "ready" for worker in found), len(found)) for role, found in members.items()}
+
+
+def _message(status: int, content: bytes) -> str:
+    if status == 401:
+        variables = f"${ADMIN_KEY_VARIABLE}, or its file into ${ADMIN_KEY_FILE_VARIABLE}"
+        return f"the router asks for its admin key: put it into {variables}"
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the router answered {status}"

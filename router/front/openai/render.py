@@ -1,0 +1,189 @@
+"""Writes updates of a request in the forms of the OpenAI API. Pure: no IO.
+
+A `Renderer` per kind of endpoint; the rest of the HTTP front end does not know chats from completions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from msgspec import UNSET, UnsetType
+
+from common.values.request import SampledToken
+from router.front.openai.responses import (
+    Answer,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    CompletionChoice,
+    CompletionLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
+from router.text.choice_text import ChoiceDelta, ChoiceEnd
+from router.text.token_text import TokenTexts
+
+# What clients know as "no value": JSON has no infinity.
+_NO_LOGPROB = -9999.0
+AnyChoice = CompletionChoice | ChatChoice | ChatChunkChoice
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """One choice of an answer that is sent at once: its parts so far."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
+    end: ChoiceEnd | None = None
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.texts.append(delta.text)
+        self.tokens += delta.tokens
+        self.end = delta.end or self.end
+
+
+@dataclass(frozen=True, slots=True)
+class RenderOptions:
+    has_logprobs: bool = False
+    num_top_logprobs: int = 0
+    return_token_ids: bool = False
+
+
+class Renderer(Protocol):
+    """Of one HTTP request. A choice is either streamed (`opening`, then `chunk`s) or rendered whole."""
+
+    whole_object: str
+    chunk_object: str
+
+    def opening(self, index: int, echo_text: str) -> list[AnyChoice]:
+        """What comes before the first output of a streamed choice."""
+        ...
+
+    def chunk(self, index: int, delta: ChoiceDelta) -> AnyChoice: ...
+
+    def whole(self, choice: WholeChoice) -> AnyChoice: ...
+
+
+class ChatRenderer:
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, options: RenderOptions, token_texts: TokenTexts) -> None:
+        self._options = options
+        self._token_texts = token_texts
+
+    def opening(self, index: int, echo_text: str) -> list[AnyChoice]:
+        return [ChatChunkChoice(index, ChatDelta(content="", role="assistant"), None, None)]
+
+    def chunk(self, index: int, delta: ChoiceDelta) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index,
+            ChatDelta(content=delta.text),
+            self._logprobs(delta.tokens),
+            finish_reason_of(delta.end),
+            UNSET if delta.end is None else stop_reason_of(delta.end),
+            token_ids_of(delta.tokens, self._options),
+        )
+
+    def whole(self, choice: WholeChoice) -> ChatChoice:
+        return ChatChoice(
+            choice.index,
+            ChatMessage("".join(choice.texts)),
+            self._logprobs(choice.tokens),
+            finish_reason_of(choice.end),
+            stop_reason_of(choice.end),
+            token_ids_of(choice.tokens, self._options),
+        )
+
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> ChatLogprobs | None:
+        if not self._options.has_logprobs:
+            return None
+        return ChatLogprobs([self._token_logprob(token) for token in tokens])
+
+    def _token_logprob(self, token: SampledToken) -> TokenLogprob:
+        texts = self._token_texts
+        top = [
+            TopLogprob(texts.text(token_id), _finite(logprob), list(texts.raw(token_id)))
+            for token_id, logprob in token.top[: self._options.num_top_logprobs]
+        ]
+        raw = list(texts.raw(token.token_id))
+        return TokenLogprob(texts.text(token.token_id), _finite(token.logprob), raw, top)
+
+
+class CompletionRenderer:
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, options: RenderOptions, token_texts: TokenTexts) -> None:
+        self._options = options
+        self._token_texts = token_texts
+        self._text_offsets: dict[int, int] = {}  # by choice: where its next token's text begins
+
+    def opening(self, index: int, echo_text: str) -> list[AnyChoice]:
+        return [CompletionChoice(index, echo_text, None, None, None)] if echo_text else []
+
+    def chunk(self, index: int, delta: ChoiceDelta) -> CompletionChoice:
+        return CompletionChoice(
+            index,
+            delta.text,
+            self._logprobs(index, delta.tokens),
+            finish_reason_of(delta.end),
+            stop_reason_of(delta.end),
+            token_ids_of(delta.tokens, self._options),
+        )
+
+    def whole(self, choice: WholeChoice) -> CompletionChoice:
+        return CompletionChoice(
+            choice.index,
+            "".join(choice.texts),
+            self._logprobs(choice.index, choice.tokens),
+            finish_reason_of(choice.end),
+            stop_reason_of(choice.end),
+            token_ids_of(choice.tokens, self._options),
+        )
+
+    def _logprobs(self, index: int, tokens: Sequence[SampledToken]) -> CompletionLogprobs | None:
+        if not self._options.has_logprobs:
+            return None
+        texts = [self._token_texts.text(token.token_id) for token in tokens]
+        offsets = [self._text_offsets.get(index, 0)]
+        for text in texts:
+            offsets.append(offsets[-1] + len(text))
+        self._text_offsets[index] = offsets[-1]
+        return CompletionLogprobs(
+            texts, [_finite(token.logprob) for token in tokens], self._top_logprobs(tokens), offsets[:-1]
+        )
+
+    def _top_logprobs(self, tokens: Sequence[SampledToken]) -> list[dict[str, float]] | None:
+        num_top = self._options.num_top_logprobs
+        if num_top == 0:
+            return None
+        text = self._token_texts.text
+        return [{text(token_id): _finite(logprob) for token_id, logprob in token.top[:num_top]} for token in tokens]
+
+
+def finish_reason_of(end: ChoiceEnd | None) -> str | None:
+    if end is None:
+        return None
+    return end.reason.value if end.reason is not None else "abort"
+
+
+def stop_reason_of(end: ChoiceEnd | None) -> str | int | None:
+    """What the client itself asked to stop at, when that ended the choice."""
+    if end is None:
+        return None
+    return end.stop_string if end.stop_string is not None else end.stop_token_id
+
+
+def token_ids_of(tokens: Sequence[SampledToken], options: RenderOptions) -> list[int] | UnsetType:
+    return [token.token_id for token in tokens] if options.return_token_ids else UNSET
+
+
+def _finite(logprob: float | None) -> float:
+    return logprob if logprob is not None and logprob > _NO_LOGPROB else _NO_LOGPROB
+
+
+AnyAnswer = Answer[CompletionChoice] | Answer[ChatChoice] | Answer[ChatChunkChoice]

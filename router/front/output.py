@@ -1,0 +1,79 @@
+"""What a request has given so far: its tokens as text, choice by choice, and the updates that both APIs write."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.values.errors import PdserveError
+from common.values.request import TokenEvent
+from router.core.generation import Accepted, Finished, RequestTimings
+from router.front.in_flight import Entry
+from router.front.service_protocol import GenerationService
+from router.request.validation import ValidRequest
+from router.text.choice_text import ChoiceDelta, ChoiceText
+from router.text.tokenizer import PromptTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """News of one step, of one or more choices."""
+
+    deltas: tuple[ChoiceDelta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Last update of a request: every choice has ended. `num_completion_tokens` counts what the client was given."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+    timings: RequestTimings
+
+
+Update = Accepted | Deltas | Summary
+
+
+class RequestOutput:
+    """The choices of one request as far as they have come."""
+
+    def __init__(self, request: ValidRequest, tokenizer: PromptTokenizer, service: GenerationService) -> None:
+        self._request_id = request.generation.request_id
+        self._num_prompt_tokens = len(request.generation.token_ids)
+        self._service = service
+        self._choices = [
+            ChoiceText(idx, tokenizer.tokenizer, request.generation.token_ids[-8:], request.text)
+            for idx in range(request.generation.num_choices)
+        ]
+        self.accepted: Accepted | None = None
+
+    def push(self, events: Sequence[TokenEvent]) -> tuple[ChoiceDelta, ...]:
+        """Take the tokens of a step; a choice that meets a stop string is stopped in the service too."""
+        deltas = []
+        for event in events:
+            delta = self._choices[event.choice_idx].push(event)
+            if delta is None:
+                continue
+            deltas.append(delta)
+            if delta.end is not None and delta.end.stop_string is not None and event.finish_reason is None:
+                self._service.stop_choice(self._request_id, event.choice_idx)
+        return tuple(deltas)
+
+    def summary(self, finished: Finished) -> Summary:
+        """Raises when the service says "finished" and a choice has no end: an empty success is no success."""
+        if not all(choice.is_ended for choice in self._choices):
+            raise PdserveError("the request ended without all of its output")
+        return self._summary(finished.num_cached_tokens, finished.timings)
+
+    def unfinished(self, entry: Entry) -> list[Update]:
+        """What to say when the service stops without a word: an abort has an end, anything else is an error."""
+        if entry.error is not None:
+            raise entry.error
+        if not entry.is_aborted:
+            raise PdserveError("the request ended without an outcome")
+        deltas = tuple(delta for choice in self._choices if (delta := choice.abort()) is not None)
+        num_cached_tokens = self.accepted.num_cached_tokens if self.accepted else 0
+        return [Deltas(deltas), self._summary(num_cached_tokens, RequestTimings())]
+
+    def _summary(self, num_cached_tokens: int, timings: RequestTimings) -> Summary:
+        num_completion_tokens = sum(choice.num_tokens for choice in self._choices)
+        return Summary(self._num_prompt_tokens, num_completion_tokens, num_cached_tokens, timings)

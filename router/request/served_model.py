@@ -1,0 +1,36 @@
+"""What both front ends say about the model that the cluster serves. Pure: no IO."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.checkpoint import Checkpoint
+from common.values.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`generation_defaults` are the model authors' advice for sampling, as generation_config.json states it."""
+
+    name: str
+    path: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: Mapping[str, float | int]
+    created_s: int = 0  # Unix time, for the model card
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: ModelConfig, created_s: int) -> "ServedModel":
+        """The configured name and length win, but no length beyond what the model can do."""
+        longest = checkpoint.config.max_position
+        return cls(
+            name=config.served_name or checkpoint.served_name,
+            path=config.path,
+            architecture=checkpoint.config.architecture,
+            max_model_len=min(config.max_model_len or longest, longest),
+            vocab_size=checkpoint.config.vocab_size,
+            eos_token_ids=checkpoint.eos_token_ids,
+            generation_defaults=checkpoint.generation_defaults,
+            created_s=created_s,
+        )

@@ -1,0 +1,137 @@
+"""Text to token ids and back, for prompts. Owns nothing mutable: one object serves all threads.
+
+Truncation and padding are never set on the shared `tokenizers.Tokenizer`: it would be a race. A second copy of it
+reads special tokens as plain text; it encodes what clients wrote when that holds special tokens.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers import Encoding, Tokenizer
+
+from common.checkpoint import Checkpoint
+from common.values.errors import InvalidRequest, Unsupported
+from router.text.chat_template import ChatTemplate, Disguise, Message
+from router.text.word_encoder import WordEncoder
+
+_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+
+class PromptTokenizer:
+    """Encodes prompts and chats as the model expects them; decodes ids."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None = None) -> None:
+        self.tokenizer = tokenizer
+        plain = Tokenizer.from_str(tokenizer.to_str())
+        plain.encode_special_tokens = True
+        self._words, self._plain_words = WordEncoder(tokenizer), WordEncoder(plain)
+        self._chat_template = chat_template
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = {idx for idx, token in added.items() if token.special}
+        self._special_pattern = _any_of([added[idx].content for idx in self._special_ids])
+        self._prefix_ids, self._suffix_ids = _around(tokenizer.encode("a", add_special_tokens=True))
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "PromptTokenizer":
+        """The tokenizer and the template of a model."""
+        special = {"bos_token": checkpoint.bos_token or "", "eos_token": checkpoint.eos_token or ""}
+        template = ChatTemplate(checkpoint.chat_template, special) if checkpoint.chat_template else None
+        return cls(checkpoint.tokenizer(), template)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a raw prompt. The text may write special tokens; a BOS it starts with is not doubled."""
+        ids = self._words.encode(text)
+        if not add_special_tokens:
+            return ids
+        has_prefix = ids[: len(self._prefix_ids)] == self._prefix_ids
+        return [*(() if has_prefix else self._prefix_ids), *ids, *self._suffix_ids]
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] = _NO_KWARGS,
+    ) -> list[int]:
+        """Token ids of a conversation. Special tokens come from the template only, never from a message."""
+        if self._chat_template is None:
+            raise Unsupported("this model has no chat template; use completions", param="messages")
+        disguise = self._disguise(messages, kwargs)
+        hidden = [{key: disguise.hide(value) for key, value in message.items()} for message in messages]
+        hidden_kwargs = {key: _map_strings(value, disguise.hide) for key, value in kwargs.items()}
+        text = self._chat_template.render(hidden, add_generation_prompt=add_generation_prompt, kwargs=hidden_kwargs)
+        if disguise.is_empty:
+            return self._words.encode(text)
+        return self._encode_disguised(text, self.tokenizer.encode(text, add_special_tokens=False), disguise)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of whole sequences; streams use `router.text`."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def _disguise(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> Disguise:
+        disguise = Disguise(self._special_pattern)
+        for text in strings_in([*messages, kwargs]):
+            disguise.reserve(text)
+        return disguise
+
+    def _encode_disguised(self, text: str, encoding: Encoding, disguise: Disguise) -> list[int]:
+        """Keep the template's special tokens; encode what stands between them as plain text, undisguised."""
+        ids: list[int] = []
+        position = 0
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id in self._special_ids:
+                ids += self._encode_plain(disguise.restore(text[position:start]))
+                ids.append(token_id)
+                position = end
+        return ids + self._encode_plain(disguise.restore(text[position:]))
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self._plain_words.encode(text) if text else []
+
+
+def _around(encoding: Encoding) -> tuple[list[int], list[int]]:
+    """What the tokenizer adds before and after a text."""
+    mask = encoding.special_tokens_mask
+    return encoding.ids[: mask.index(0)], encoding.ids[len(mask) - mask[::-1].index(0) :]
+
+
+def require_encodable(text: str, param: str) -> None:
+    """Raise when `text` holds half a surrogate pair: no UTF-8 text can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{param} holds a lone surrogate (position {error.start})", param=param) from error
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Matches any of `texts`, the longest first; nothing when there are none."""
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Every string in `value`, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from chain.from_iterable(map(strings_in, [*value.keys(), *value.values()]))
+    elif isinstance(value, list):
+        yield from chain.from_iterable(map(strings_in, value))
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with `change` applied to every string in it, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_strings(item, change) for item in value]
+    return value

@@ -1,0 +1,108 @@
+"""Replayed decode steps equal launched ones. The capture is a stand-in that runs the step again on the same tensors."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from common.engine.contract.plan import StepPlan
+from common.engine.executor.graphs import DecodeGraphs
+from common.engine.executor.runner import ModelRunner
+from common.engine.loading import LoadedModel, load_model
+from common.values.config import ModelConfig, WorkerConfig
+from common.values.request import SamplingParams
+from tests.common.engine.drive import Generation, blocks_for, run_all
+from tests.interpreter import import_triton_interpreted
+from tests.tiny_model import write_tiny_model
+
+import_triton_interpreted()
+
+PROMPTS = [[5, 77, 130, 9], [200], list(range(10, 47)), [41] * 16, list(range(100, 117))]
+NUM_BLOCKS, BLOCK_SIZE = 64, 8
+
+
+class Replays:
+    """What a graph does: the same work on the same memory, the result in the same place."""
+
+    def __init__(self) -> None:
+        self.num_captures = self.num_replays = 0
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        self.num_captures += 1
+        result = run().clone().fill_(float("nan"))
+
+        def replay() -> None:
+            self.num_replays += 1
+            result.copy_(run())
+
+        return replay, result
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    options = {"dtype": "float32", "attention": "triton", "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
+    return load_model(WorkerConfig(role="decode", worker_id="d", model=ModelConfig(path=str(path)), **options))
+
+
+def generations(lens: list[int]) -> list[Generation]:
+    """One prompt each, of outputs so long: sequences leave the batch one after another."""
+    capacity = [len(prompt) + length for prompt, length in zip(PROMPTS, lens, strict=True)]
+    tables = blocks_for(capacity, BLOCK_SIZE, NUM_BLOCKS)
+    params = [SamplingParams(seed=1, max_tokens=length, temperature=0.8, top_k=20) for length in lens]
+    return [Generation(*parts) for parts in zip(PROMPTS, params, tables, strict=True)]
+
+
+def outputs(runner: ModelRunner, lens: list[int]) -> list[list[int]]:
+    batch = generations(lens)
+    run_all(runner, batch, 64)
+    return [generation.output for generation in batch]
+
+
+def test_replayed_steps_give_the_tokens_of_launched_ones_as_the_batch_shrinks(loaded: LoadedModel) -> None:
+    lens = [2, 3, 4, 6, 7]
+    launched = outputs(loaded.runner, lens)
+    capture = Replays()
+    graphs = DecodeGraphs(loaded.model, loaded.cache, 8, 256, capture)
+    runner = ModelRunner(loaded.model, loaded.cache, draws=loaded.draws, graphs=graphs)
+    loaded.cache.data.fill_(float("nan"))
+    assert outputs(runner, lens) == launched
+    assert capture.num_captures == graphs.num_graphs == 4  # 8, 4, 2 and 1 sequences
+    assert capture.num_replays == 6
+
+
+def test_rows_without_a_sequence_write_nothing(loaded: LoadedModel) -> None:
+    runner = ModelRunner(
+        loaded.model,
+        loaded.cache,
+        draws=loaded.draws,
+        graphs=DecodeGraphs(loaded.model, loaded.cache, 8, 256, Replays()),
+    )
+    loaded.cache.data.fill_(-7.0)
+    batch = generations([3] * 5)
+    run_all(runner, batch, 64)
+    used = {block for generation in batch for block in generation.block_table}
+    unused = [block for block in range(NUM_BLOCKS) if block not in used]
+    assert (loaded.cache.data[:, :, unused] == -7.0).all()
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_len"), [(4, 256), (8, 30)])
+def test_steps_beyond_the_limits_are_launched(loaded: LoadedModel, max_num_seqs: int, max_len: int) -> None:
+    """Five sequences at first; the longest is 39 tokens long."""
+    lens = [2, 2, 2, 3, 3]
+    capture = Replays()
+    graphs = DecodeGraphs(loaded.model, loaded.cache, max_num_seqs, max_len, capture)
+    runner = ModelRunner(loaded.model, loaded.cache, draws=loaded.draws, graphs=graphs)
+    assert outputs(runner, lens) == outputs(loaded.runner, lens)
+    assert capture.num_replays == 1  # the last step, of two sequences
+
+
+def test_a_step_whose_layers_somebody_waits_for_is_launched(loaded: LoadedModel) -> None:
+    capture = Replays()
+    graphs = DecodeGraphs(loaded.model, loaded.cache, 8, 256, capture)
+    runner = ModelRunner(loaded.model, loaded.cache, draws=loaded.draws, graphs=graphs)
+    heard: list[int] = []
+    generation = generations([2] * 5)[1]
+    runner.run(StepPlan(0, (generation.schedule(0, 20),)), heard.append)
+    assert heard == [1, 2]
+    assert capture.num_replays == 0

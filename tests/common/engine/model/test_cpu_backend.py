@@ -1,0 +1,176 @@
+"""The cpu attention backend against float64 attention, one sequence and head at a time."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.checkpoint import ModelSpec
+from common.engine.contract.attention import AttentionBatch, AttentionOptions
+from common.engine.devices.cpu.gather_plan import group_by_length
+from common.engine.devices.cpu.torch_backend import CpuBackend, rotate
+from common.engine.model.rope import cos_sin_table
+from tests.common.engine.model.batches import Run, batch_of, scattered_runs
+
+NUM_BLOCKS = 128
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+EDGE_LENS = [1, 15, 16, 17, 33]
+
+
+def table(head_dim: int) -> torch.Tensor:
+    spec = ModelSpec("llama", 1, 64, 1, 1, head_dim, 64, 64, 512, 10000.0, None, 1e-5, tie_embeddings=True)
+    return cos_sin_table(spec)
+
+
+class Case:
+    """A poisoned cache in which only the sequences' own slots hold numbers, and what attention must give."""
+
+    def __init__(
+        self,
+        runs: list[Run],
+        block_size: int,
+        heads: tuple[int, int, int],
+        dtype: torch.dtype,
+        *,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> None:
+        self.runs, self.block_size, self.dtype = runs, block_size, dtype
+        num_heads, num_kv_heads, head_dim = heads
+        self.options, self.cos_sin = AttentionOptions(head_dim**-0.5, window, soft_cap), table(head_dim)
+        generator = torch.Generator().manual_seed(1)
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.kv = torch.full((2, NUM_BLOCKS, block_size, num_kv_heads, head_dim), math.nan, dtype=dtype)
+        self.kv[1] = math.inf
+        flat = self.kv.view(2, -1, num_kv_heads, head_dim)
+        for run in runs:
+            cached = run.slots(block_size)[: run.start]
+            flat[:, cached] = randn(2, run.start, num_kv_heads, head_dim)
+        num_tokens = sum(run.num_new for run in runs)
+        self.q = randn(num_tokens, num_heads, head_dim)
+        self.k, self.v = randn(num_tokens, num_kv_heads, head_dim), randn(num_tokens, num_kv_heads, head_dim)
+
+    def run(self, batch: AttentionBatch | None = None) -> torch.Tensor:
+        backend, batch = CpuBackend(), batch or batch_of(self.runs, self.block_size)
+        q = backend.rope_and_write(self.q, self.k, self.v, self.cos_sin, self.kv, batch)
+        return backend.attend(q, self.kv, batch, self.options)
+
+    def expected(self) -> torch.Tensor:
+        """Reads the cache as `run` left it."""
+        flat = self.kv.double().view(2, -1, *self.kv.shape[3:])
+        outputs, first = [], 0
+        for run in self.runs:
+            k, v = flat[:, run.slots(self.block_size)]
+            q = self.q[first : first + run.num_new].double()
+            outputs.append(self._attend(turn(q, run.start), k, v, run))
+            first += run.num_new
+        return torch.cat(outputs)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run) -> torch.Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self.options.scale
+        if self.options.soft_cap:
+            scores = self.options.soft_cap * (scores / self.options.soft_cap).tanh()
+        future = torch.ones(run.num_new, run.seq_len, dtype=torch.bool).triu(run.start + 1)
+        if self.options.window:
+            future |= torch.ones(run.num_new, run.seq_len, dtype=torch.bool).tril(run.start - self.options.window)
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -math.inf).softmax(-1), v)
+
+    def check(self) -> None:
+        output = self.run()
+        assert output.isfinite().all()
+        torch.testing.assert_close(
+            output.double(), self.expected(), atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype]
+        )
+
+
+def turn(x: torch.Tensor, start: int) -> torch.Tensor:
+    """RoPE in float64 with complex numbers: pair (i, i + half) turns by position * theta ** (-2i / head_dim)."""
+    half = x.shape[-1] // 2
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.outer(torch.arange(start, start + len(x), dtype=torch.float64), frequencies)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seq_len", EDGE_LENS)
+def test_unused_slots_never_reach_the_output(seq_len: int, dtype: torch.dtype) -> None:
+    for start in {0, seq_len // 2, seq_len - 1}:
+        runs = scattered_runs([(start, seq_len - start)], 16, NUM_BLOCKS)
+        Case(runs, 16, (4, 2, 16), dtype).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(1, 1, 64), (2, 2, 24), (6, 2, 80), (9, 3, 64), (8, 1, 16)], ids=str)
+def test_a_mixed_batch_equals_float64_attention(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    lens = [(33, 1), (0, 17), (127, 1), (16, 15), (0, 1), (15, 1), (31, 129), (200, 1)]
+    for block_size in (8, 16):
+        Case(scattered_runs(lens, block_size, NUM_BLOCKS), block_size, heads, dtype).check()
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 1.5])
+@pytest.mark.parametrize("window", [1, 7, 64, 1000])
+def test_window_and_soft_cap_equal_float64_attention(window: int, soft_cap: float) -> None:
+    lens = [(33, 1), (0, 17), (127, 1), (16, 150), (0, 1), (15, 1), (100, 70), (200, 1)]
+    runs = scattered_runs(lens, 16, NUM_BLOCKS)
+    Case(runs, 16, (6, 2, 24), torch.float32, window=window, soft_cap=soft_cap).check()
+
+
+def test_rope_and_write_puts_rotated_keys_into_their_slots_and_nothing_else() -> None:
+    case = Case(scattered_runs([(5, 20), (16, 1)], 16, NUM_BLOCKS), 16, (4, 2, 16), torch.float32)
+    before = case.kv.clone()
+    case.run()
+    written = torch.zeros(NUM_BLOCKS * 16, dtype=torch.bool)
+    for run in case.runs:
+        written[run.slots(16)[run.start :]] = True
+    after, old = (kv.view(2, -1, 2, 16) for kv in (case.kv, before))
+    assert torch.equal(after[:, ~written].nan_to_num(1.0), old[:, ~written].nan_to_num(1.0))
+    first = case.runs[0]
+    expected = turn(case.k[:20].double(), first.start)
+    torch.testing.assert_close(after[0, first.slots(16)[5:]].double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(after[1, first.slots(16)[5:]], case.v[:20])
+
+
+def test_a_token_without_a_slot_is_not_written() -> None:
+    case = Case(scattered_runs([(0, 3)], 16, NUM_BLOCKS), 16, (4, 2, 16), torch.float32)
+    batch = batch_of(case.runs, 16)
+    case.kv.fill_(7.0)
+    slots = batch.slot_mapping.clone()
+    slots[1] = -1
+    case.run(replace(batch, slot_mapping=slots))
+    flat = case.kv.view(2, -1, 2, 16)
+    assert (flat[:, -1] == 7.0).all()  # slot -1 would be the last
+    assert (flat[:, case.runs[0].slots(16)[1]] == 7.0).all()
+    assert (flat[1, case.runs[0].slots(16)[2]] == case.v[2]).all()
+
+
+def test_the_same_step_in_another_row_order_gives_the_same_rows() -> None:
+    runs = scattered_runs([(33, 1), (0, 17), (63, 1)], 16, NUM_BLOCKS)
+    case, turned = (Case(order, 16, (4, 2, 16), torch.float32) for order in (runs, runs[::-1]))
+    turned.kv.copy_(case.kv)
+    rows = [slice(18, 19), slice(1, 18), slice(0, 1)]
+    for name in "qkv":
+        original = getattr(case, name)
+        setattr(turned, name, torch.cat([original[18:19], original[1:18], original[0:1]]))
+    output, other = case.run(), turned.run()
+    torch.testing.assert_close(torch.cat([other[rows[0]], other[rows[1]], other[rows[2]]]), output)
+
+
+def test_decode_rows_are_grouped_so_that_padding_is_bounded() -> None:
+    lens = [5000, 10, 130, 90, 2600, 128, 300]
+    groups = group_by_length(list(range(7)), lens)
+    assert [[lens[seq] for seq in group] for group in groups] == [[10, 90, 128], [130], [300], [2600, 5000]]
+    assert group_by_length([], lens) == []
+
+
+def test_rotation_keeps_the_norm_of_each_pair() -> None:
+    x = torch.randn(5, 2, 32)
+    cos, sin = table(32)[3:8].unsqueeze(1).chunk(2, dim=-1)
+    rotated = rotate(x, cos, sin)
+    pairs, turned = (t.view(5, 2, 2, 16).norm(dim=2) for t in (x, rotated))
+    torch.testing.assert_close(turned, pairs)

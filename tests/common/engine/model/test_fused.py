@@ -1,0 +1,153 @@
+"""A step in one compiled call against the same layers one operator after another, in bfloat16."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.checkpoint import open_checkpoint
+from common.engine.contract.attention import AttentionBatch
+from common.engine.devices.cpu.native.ops import NativeOps, native_ops
+from common.engine.devices.cpu.torch_backend import CpuBackend
+from common.engine.kv.cache import KVCache, KVShape
+from common.engine.model.decoder import Decoder, build_decoder
+from common.engine.model.weights import open_weights
+from tests.common.engine.model.batches import Run, batch_of, scattered_runs
+from tests.tiny_model import TinyModel, write_tiny_model
+
+MODELS = {
+    "llama": TinyModel(),
+    "tied": TinyModel(tie_embeddings=True),
+    "multi-head": TinyModel(num_kv_heads=4),
+    "odd": TinyModel(num_heads=6, num_kv_heads=2, head_dim=24, num_layers=3),
+    "as the demo model": TinyModel(num_heads=9, num_kv_heads=3, head_dim=64),
+    "wide group": TinyModel(num_heads=5, num_kv_heads=1, head_dim=128),
+    "qwen2": TinyModel(architecture="qwen2"),
+    "qwen3": TinyModel(architecture="qwen3", head_dim=64),
+}
+BLOCK_SIZE = 4
+# (cached, new) per sequence: single tokens, runs with and without a cached prefix, lengths around 16, 32 and 48
+STEPS = {
+    "decode": [(0, 1), (3, 1), (15, 1), (16, 1), (49, 1)],
+    "prefill": [(0, 2), (0, 33), (0, 47), (0, 49), (17, 31), (40, 5)],
+    "mixed": [(20, 1), (0, 40), (16, 1), (8, 7), (33, 1)],
+}
+
+
+@pytest.fixture(scope="module")
+def ops() -> NativeOps:
+    found = native_ops()
+    if found is None or found.products is None:
+        pytest.skip("no C++ compiler, or no AVX512-BF16")
+    return found
+
+
+@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+class Side:
+    """One way to compute the model, over a cache of its own; all sides' caches start equal."""
+
+    def __init__(self, path: Path, ops: NativeOps | None, dtype: torch.dtype = torch.bfloat16) -> None:
+        checkpoint = open_checkpoint(path)
+        spec = checkpoint.config
+        self.cache = KVCache(KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype), 128, BLOCK_SIZE)
+        noise = torch.randn(self.cache.data.shape, generator=torch.Generator().manual_seed(3)) * 0.3
+        self.cache.data.copy_(noise)
+        products = ops.products if ops is not None else None
+        weights = open_weights(checkpoint, dtype)
+        self.model: Decoder = build_decoder(spec, weights, CpuBackend(), "cpu", ops, products)
+        assert self.model.is_fused == (ops is not None)
+
+    def logits(self, batch: AttentionBatch, rows: torch.Tensor) -> torch.Tensor:
+        token_ids = torch.arange(batch.positions.shape[0]) * 7 % 250
+        with torch.inference_mode():
+            return self.model.forward(token_ids, batch, self.cache.layers, rows)
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fused")
+    write_tiny_model(path, MODELS[request.param])
+    return path
+
+
+def last_rows(batch: AttentionBatch) -> torch.Tensor:
+    return (batch.cu_seqlens_q[1:] - 1).long()
+
+
+@pytest.mark.parametrize("lens", STEPS.values(), ids=STEPS.keys())
+def test_logits_and_kv_are_as_close_to_float32_as_those_of_single_operators(
+    ops: NativeOps, threads: None, path: Path, lens: list[tuple[int, int]]
+) -> None:
+    batch = batch_of(scattered_runs(lens, BLOCK_SIZE, 128), BLOCK_SIZE)
+    exact, plain, fused = Side(path, None, torch.float32), Side(path, None), Side(path, ops)
+    expected, single, found = (side.logits(batch, last_rows(batch)) for side in (exact, plain, fused))
+    assert (found - expected).abs().mean() <= 1.5 * (single - expected).abs().mean() + 1e-3
+    kv = [side.cache.data.float() for side in (exact, plain, fused)]
+    assert (kv[2] - kv[0]).abs().mean() <= 1.2 * (kv[1] - kv[0]).abs().mean()
+
+
+def test_a_sequence_has_the_same_logits_alone_and_beside_others_on_any_number_of_threads(
+    ops: NativeOps, path: Path
+) -> None:
+    runs = scattered_runs(STEPS["mixed"], BLOCK_SIZE, 128)
+    found = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        batch = batch_of(runs, BLOCK_SIZE)
+        found.append(Side(path, ops).logits(batch, last_rows(batch)))
+    torch.set_num_threads(1)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    alone = batch_of([runs[0]], BLOCK_SIZE)
+    assert torch.equal(Side(path, ops).logits(alone, last_rows(alone))[0], found[0][0])
+
+
+def test_each_layers_kv_is_written_when_its_hook_runs_and_no_logits_are_computed_unasked(
+    ops: NativeOps, path: Path
+) -> None:
+    side = Side(path, ops)
+    batch = batch_of([Run(0, 6, (1, 2))], BLOCK_SIZE)
+    before, written = side.cache.data.clone(), []
+
+    def hook(num_layers: int) -> None:
+        changed = [not torch.equal(now, then) for now, then in zip(side.cache.data, before, strict=True)]
+        written.append(changed.index(False) if False in changed else len(changed))
+        assert written[-1] == num_layers
+
+    with torch.inference_mode():
+        logits = side.model.forward(torch.arange(6), batch, side.cache.layers, torch.empty(0, dtype=torch.int64), hook)
+    assert written == list(range(1, len(before) + 1))
+    assert logits.shape[0] == 0
+
+
+def test_several_rows_of_one_sequence_have_their_logits_in_order(ops: NativeOps, path: Path) -> None:
+    batch = batch_of([Run(0, 9, (1, 2, 5))], BLOCK_SIZE)
+    all_rows = Side(path, ops).logits(batch, torch.arange(9))
+    assert torch.equal(Side(path, ops).logits(batch, torch.tensor([2, 7])), all_rows[[2, 7]])
+
+
+def test_a_prompt_before_leaves_nothing_to_the_next(ops: NativeOps, path: Path) -> None:
+    """Room for packed K and V is used again: the first prompt is longer, and all of its are no numbers."""
+    short, long = (batch_of(scattered_runs(lens, BLOCK_SIZE, 128), BLOCK_SIZE) for lens in ([(16, 17)], [(90, 47)]))
+    expected = Side(path, ops).logits(short, last_rows(short))
+    before = Side(path, ops)
+    before.cache.data.fill_(float("nan"))
+    assert before.logits(long, last_rows(long)).isnan().all()
+    assert torch.equal(Side(path, ops).logits(short, last_rows(short)), expected)
+
+
+def test_a_token_without_a_slot_is_not_written(ops: NativeOps, path: Path) -> None:
+    side = Side(path, ops)
+    batch = batch_of([Run(0, 3, (7,))], BLOCK_SIZE)
+    before = side.cache.data[:, :, 7, 2].clone()
+    batch.slot_mapping[2] = -1
+    side.logits(batch, torch.tensor([0]))
+    assert torch.equal(side.cache.data[:, :, 7, 2], before)

@@ -1,0 +1,102 @@
+"""The command line: what it loads, its exit codes and what it prints."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(env or {})},
+        timeout=120,
+        check=False,
+    )
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """Help must come at once: no engine, no server and no client library is imported for it (typer loads pydantic)."""
+    heavy = ["torch", "ray", "grpc", "fastapi", "redis", "yaml", "numpy", "tokenizers", "gguf"]
+    code = (
+        "import sys\n"
+        "sys.argv = ['pdserve', 'up', '--help']\n"
+        "from deploy.cli.main import main\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    pass\n"
+        f"print('LOADED', [name for name in {heavy!r} if name in sys.modules])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "LOADED []" in result.stdout
+    assert "--http-port" in result.stdout
+
+
+def test_up_has_the_promised_options() -> None:
+    text = run("up", "--help").stdout
+    for option in (
+        "--model", "--prefill", "--decode", "--http-port", "--grpc-port", "--dtype", "--attention",
+        "--local-prefill-max-tokens", "--redis-url", "--config",
+    ):  # fmt: skip
+        assert option in text
+
+
+def test_commands_are_listed() -> None:
+    text = run("--help").stdout
+    for command in ("up", "generate", "status", "scale", "drain", "router", "worker", "config", "demo", "fetch-model",
+        "explain", "top", "doctor", "bench",
+    ):  # fmt: skip
+        assert f"\n  {command} " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nonsense"], 2, "No such command"),
+        (["up", "--dtype", "float8"], 2, "float8"),
+        (["scale", "prefill=two"], 2, "expected prefill=N or decode=N"),
+        (["scale", "router=2"], 2, "expected prefill=N or decode=N"),
+        (["scale"], 2, "expected prefill=N, decode=N or both"),
+        (["up", "--config", "/nonexistent.yaml"], 2, "/nonexistent.yaml: No such file"),
+        (["router", "--model", "/nonexistent"], 2, "redis_url is not set"),
+        (["up", "--model", "/nonexistent"], 1, "no model at /nonexistent"),
+        (["status", "--url", "http://127.0.0.1:9"], 1, "is pdserve up running"),
+        (["generate", "hi", "--server", "127.0.0.1:9"], 1, "is pdserve up running"),
+        (["explain", "x", "--url", "http://127.0.0.1:9"], 1, "is pdserve up running"),
+        (["top", "--once", "--url", "http://127.0.0.1:9"], 1, "is pdserve up running"),
+        (["doctor", "--for", "nothing"], 2, "nothing"),
+        (["bench", "--url", "http://127.0.0.1:9"], 1, "no connection to 127.0.0.1:9"),
+        (["bench", "--dataset", "mooncake"], 2, "needs --trace"),
+        (["bench", "--dataset", "mooncake", "--trace", "/nonexistent"], 2, "/nonexistent"),
+        (["bench", "--dataset", "shared-prefix", "--input-len", "9"], 2, "longer than --input-len"),
+        (["bench", "--goodput", "speed:1"], 2, "NAME:MILLISECONDS"),
+    ],
+)
+def test_failures_are_one_line_and_an_exit_code(arguments: list[str], code: int, message: str) -> None:
+    result = run(*arguments)
+    assert (result.returncode, message in result.stderr) == (code, True), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_config_show_names_value_and_origin_and_hides_passwords(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("pools: {decode: 5}")
+    env = {"PDSERVE_REDIS_URL": "redis://:hunter2@127.0.0.1:1/0"}
+    result = run("config", "show", "--config", str(file), "--json", env=env)
+    rows = {row["name"]: row for row in json.loads(result.stdout)}
+    assert (rows["pools.decode"]["value"], rows["pools.decode"]["origin"]) == (5, str(file))
+    assert (rows["redis_url"]["origin"], "hunter2" in result.stdout) == ("PDSERVE_REDIS_URL", False)
+    readable = run("config", "show", env=env).stdout
+    assert "router.http_port" in readable
+    assert "hunter2" not in readable
+
+
+def test_version_is_the_installed_one() -> None:
+    from importlib.metadata import version
+
+    assert run("version").stdout.strip() == version("pdserve")

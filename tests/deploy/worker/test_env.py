@@ -1,0 +1,29 @@
+from common.values.config import ClusterConfig, PoolSettings, WorkerSettings
+from common.values.messages import Role
+from deploy.worker.env import num_threads_per_worker, worker_environment, worker_settings
+
+
+def test_workers_get_equal_shares_of_the_cores_and_never_none() -> None:
+    def shares(prefill: int, decode: int, cores: int) -> int:
+        return num_threads_per_worker(ClusterConfig(pools=PoolSettings(prefill=prefill, decode=decode)), cores)
+
+    assert [shares(1, 1, 2), shares(1, 1, 16), shares(2, 2, 16), shares(4, 4, 2), shares(0, 0, 8)] == [1, 8, 4, 1, 8]
+
+
+def test_a_configured_thread_count_is_kept() -> None:
+    config = ClusterConfig(decode_worker=WorkerSettings(num_threads=3))
+    assert worker_settings(config, Role.DECODE, 1).num_threads == 3
+    assert worker_settings(config, Role.PREFILL, 1).num_threads == 1
+
+
+def test_threads_that_wait_sleep_and_gloo_stays_on_loopback() -> None:
+    env = worker_environment(WorkerSettings(num_threads=2), has_gpu=False)
+    assert (env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"], env["GLOO_SOCKET_IFNAME"]) == ("2", "PASSIVE", "lo")
+    assert "GLOO_SOCKET_IFNAME" not in worker_environment(WorkerSettings(host="10.0.0.1"), has_gpu=False)
+
+
+def test_kernels_are_interpreted_only_where_there_is_no_gpu() -> None:
+    triton = WorkerSettings(attention="triton")
+    assert worker_environment(triton, has_gpu=False)["TRITON_INTERPRET"] == "1"
+    assert "TRITON_INTERPRET" not in worker_environment(triton, has_gpu=True)
+    assert "TRITON_INTERPRET" not in worker_environment(WorkerSettings(), has_gpu=False)

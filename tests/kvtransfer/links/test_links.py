@@ -1,0 +1,146 @@
+"""The links that need no second process: inproc, the waiting thread, and what of NCCL a CPU can show."""
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from kvtransfer.links.build import accepts_shorter
+from kvtransfer.links.inproc import inproc_links
+from kvtransfer.links.nccl import StreamPending, build_nccl_link, is_nccl_available
+from kvtransfer.links.process_group import ProcessGroupLink
+from kvtransfer.links.protocol import LinkClosed
+from kvtransfer.links.rendezvous import RendezvousStore, join_rendezvous
+from kvtransfer.links.waiter import Waiter
+from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, new_prefix, receive, send
+
+
+def filled(num_bytes: int, value: int) -> torch.Tensor:
+    return torch.full((num_bytes,), value, dtype=torch.uint8)
+
+
+def test_inproc_carries_both_ways_in_order_and_leaves_the_tail_of_a_longer_buffer() -> None:
+    left, right = inproc_links()
+    buffers = [filled(8, 255) for _ in range(3)]
+    received = [receive(right, buffer) for buffer in buffers]
+    for value in range(3):
+        send(left, filled(6, value)).result(TIMEOUT_S)
+    for value, (future, buffer) in enumerate(zip(received, buffers, strict=True)):
+        future.result(TIMEOUT_S)
+        assert buffer.tolist() == [value] * 6 + [255] * 2
+    back = filled(4, 0)
+    done = receive(left, back)
+    send(right, filled(4, 7)).result(TIMEOUT_S)
+    done.result(TIMEOUT_S)
+    assert back.tolist() == [7] * 4
+    left.close()
+    assert left.join(TIMEOUT_S)
+
+
+def test_inproc_close_fails_what_is_pending_and_what_comes_later() -> None:
+    left, right = inproc_links()
+    pending = [receive(right, filled(8, 0)), send(right, filled(8, 0))]
+    left.close()
+    right.close()
+    for future in (*pending, send(left, filled(8, 0)), receive(left, filled(8, 0))):
+        with pytest.raises(LinkClosed):
+            future.result(TIMEOUT_S)
+    assert right.join(TIMEOUT_S)
+
+
+class FakeWork:
+    """An operation that ends when told to."""
+
+    def __init__(self) -> None:
+        self._future: Future[None] = Future()
+
+    def wait(self) -> None:
+        self._future.result(TIMEOUT_S)
+
+    def finish(self, error: Exception | None = None) -> None:
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
+
+def test_a_waiter_reports_in_the_order_of_the_operations_from_its_own_thread() -> None:
+    waiter, works = Waiter("w", lambda _: None), [FakeWork() for _ in range(3)]
+    reports: list[tuple[int, str]] = []
+    for index, work in enumerate(works):
+        waiter.add(work, filled(1, 0), lambda _, index=index: reports.append((index, threading.current_thread().name)))
+    for work in reversed(works):
+        work.finish()
+    waiter.close()
+    waiter.join()
+    assert reports == [(0, "w"), (1, "w"), (2, "w")]
+
+
+def test_a_failed_operation_closes_the_link_for_later_ones() -> None:
+    works = [FakeWork(), FakeWork()]
+    pending = iter(works)
+    link = ProcessGroupLink(object(), lambda *_: next(pending), lambda *_: next(pending), "link")
+    first, second = send(link, filled(1, 0)), receive(link, filled(1, 0))
+    works[0].finish(RuntimeError("reset by peer\n#0 c10d::stack"))
+    with pytest.raises(LinkClosed) as caught:
+        first.result(TIMEOUT_S)
+    assert str(caught.value) == "link-send: reset by peer"
+    with pytest.raises(LinkClosed, match="reset by peer"):
+        send(link, filled(1, 0)).result(TIMEOUT_S)
+    works[1].finish()
+    second.result(TIMEOUT_S)
+    link.close()
+    assert link.join(TIMEOUT_S)
+
+
+def test_an_operation_that_does_not_even_start_closes_the_link() -> None:
+    def refuse(*_: object) -> FakeWork:
+        raise RuntimeError("pair is broken")
+
+    link = ProcessGroupLink(object(), refuse, refuse, "link")
+    for future in (send(link, filled(1, 0)), receive(link, filled(1, 0))):
+        with pytest.raises(LinkClosed, match="pair is broken"):
+            future.result(TIMEOUT_S)
+    link.close()
+    assert link.join(TIMEOUT_S)
+
+
+def test_two_links_of_one_store_do_not_see_each_others_keys() -> None:
+    store = RendezvousStore(HOST, TIMEOUT_S)
+    one, two = (join_rendezvous(HOST, store.port, new_prefix(), TIMEOUT_S) for _ in range(2))
+    one.set("rank0", "address")
+    assert one.get("rank0") == b"address"
+    assert not two.check(["rank0"])
+    store.close()
+
+
+def test_only_gloo_takes_messages_shorter_than_the_receive() -> None:
+    assert accepts_shorter("gloo")
+    assert not accepts_shorter("nccl")
+
+
+@pytest.mark.skipif(is_nccl_available(), reason="this machine has NCCL")
+def test_nccl_without_a_gpu_says_so() -> None:
+    store = RendezvousStore(HOST, TIMEOUT_S)
+    with pytest.raises(RuntimeError, match="needs a CUDA build"):
+        build_nccl_link(join_rendezvous(HOST, store.port, new_prefix(), TIMEOUT_S), 0, torch.device("cpu"), 1.0, "n")
+    store.close()
+
+
+def test_a_stream_operation_is_done_when_the_event_behind_it_is() -> None:
+    """NCCL's own wait only orders streams: the event that follows it is what blocks."""
+    steps: list[str] = []
+
+    class Step:
+        def wait(self) -> None:
+            steps.append("ordered")
+
+        def record(self, _: object) -> None:
+            steps.append("recorded")
+
+        def synchronize(self) -> None:
+            steps.append("synchronized")
+
+    StreamPending(Step(), None, Step()).wait()
+    assert steps == ["ordered", "recorded", "synchronized"]
