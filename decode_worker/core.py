@@ -22,9 +22,9 @@ from common.values.errors import InvalidTransition
 from common.values.ids import AttemptId, RouterId
 from common.values.messages import (
     AttemptFailed,
+    BlockHolder,
     Cancel,
     Granted,
-    Holding,
     Refused,
     Reserve,
     TransferFailed,
@@ -32,6 +32,7 @@ from common.values.messages import (
 )
 from decode_worker.admission import Admission
 from decode_worker.attempt import Attempt, AttemptPhase
+from decode_worker.block_holders import holders_of
 from decode_worker.events import (
     DecodeEffect,
     DecodeEvent,
@@ -46,7 +47,6 @@ from decode_worker.events import (
     StepFinished,
 )
 from decode_worker.generation import Generation
-from decode_worker.holdings import holdings_of
 from decode_worker.invariants import check_attempts
 from decode_worker.outbox import Outbox
 from decode_worker.scheduler import DecodeLimits, DecodeScheduler
@@ -137,9 +137,9 @@ class DecodeCore:
         is_draining = self._draining.is_requested
         return worker_stats(self._pool.stats(), self._scheduler, num_held, is_draining=is_draining)
 
-    def holdings(self, now_s: float) -> list[Holding]:
+    def holders(self, now_s: float) -> list[BlockHolder]:
         """Who holds blocks, for an audit; reads only."""
-        return holdings_of(self._attempts.values(), self._scheduler, now_s)
+        return holders_of(self._attempts.values(), self._scheduler, now_s)
 
     # ---- messages -----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Owns the sequences' places (waiting, running) and their references on blocks. Pe
 2. Every running sequence that needs one token gets it, by rank. When it starts a new block, or writes the shared last
    block of a forked prompt, it needs a block; when none is available the youngest sequence with blocks is preempted,
    never an older one and never a reservation. Without a victim it sits out the step.
-3. What is left of the token budget goes to prefill chunks, by rank, and no more than `Pace` grants beside the streams.
+3. What is left of the token budget goes to prefill chunks, by rank, within what `ChunkBudget` grants.
 
 Progress: the oldest running sequence can take every block but the reserved ones, and reservations end by themselves.
 """
@@ -19,7 +19,7 @@ from common.engine.kv.block_pool import BlockPool, RefKind
 from common.values.config import WorkerConfig
 from common.values.hashing import extend_block_hashes
 from common.values.ids import BlockHash
-from decode_worker.pace import Pace
+from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.sequence import Rank, Sequence, SequencePhase
 
 # Share of the pool that newcomers leave free, so that running sequences can grow without preempting at once.
@@ -48,7 +48,7 @@ class DecodeScheduler:
     def __init__(self, pool: BlockPool, limits: DecodeLimits) -> None:
         self._pool = pool
         self._limits = limits
-        self.pace = Pace(limits.gap_budget_s, limits.max_num_batched_tokens)
+        self.chunk_budget = ChunkBudget(limits.gap_budget_s, limits.max_num_batched_tokens)
         # Never more sequences than tokens in a step: so a prefill chunk always finds room beside the decoding ones.
         self._max_num_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._waiting: list[Sequence] = []
@@ -79,7 +79,7 @@ class DecodeScheduler:
     @property
     def prefill_tokens_per_s(self) -> float:
         """How fast a prompt would be computed beside what runs now; 0.0 until one was."""
-        return self.pace.prefill_tokens_per_s(sum(sequence.is_decoding for sequence in self._running))
+        return self.chunk_budget.prefill_tokens_per_s(sum(sequence.is_decoding for sequence in self._running))
 
     @property
     def is_short_of_blocks(self) -> bool:
@@ -162,7 +162,7 @@ class DecodeScheduler:
         """
         in_step, self._in_step = self._in_step, []
         prefills = [sequence.num_scheduled for sequence in in_step if not sequence.is_decoding]
-        self.pace.add(sum(prefills), len(in_step) - len(prefills), duration_s)
+        self.chunk_budget.add(sum(prefills), len(in_step) - len(prefills), duration_s)
         for sequence in in_step:
             start = sequence.num_computed
             sequence.num_computed += sequence.num_scheduled
@@ -189,7 +189,7 @@ class DecodeScheduler:
         for sequence in tuple(self._running):
             if sequence.phase is SequencePhase.RUNNING and sequence.is_decoding and self._can_write(sequence):
                 budget -= self._take(sequence, budget)
-        budget = min(budget, self.pace.chunk_tokens(len(self._in_step)))
+        budget = min(budget, self.chunk_budget.chunk_tokens(len(self._in_step)))
         for sequence in self._running:
             if not sequence.is_decoding and budget > 0:
                 budget -= self._take(sequence, budget)

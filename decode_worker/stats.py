@@ -20,7 +20,7 @@ def worker_stats(
         kv_blocks_free=pool.free,
         kv_blocks_held=pool.held,
         prefill_tokens_per_s=scheduler.prefill_tokens_per_s,
-        step_s=scheduler.pace.step_s,
+        step_s=scheduler.chunk_budget.step_s,
         num_preemptions=scheduler.num_preemptions,
         num_held_attempts=num_held_attempts,
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from common.worker.lifecycle import Surroundings
+from common.worker.lifecycle import WorkerContext
 from common.worker.role import RoleShell
 from decode_worker.core import DecodeCore, DecodeLimits
 from kvtransfer.events import ReceiverEvent
@@ -11,15 +11,15 @@ from kvtransfer.receiver.sessions import ReceiverSessions
 from kvtransfer.settings import chunk_planner, session_settings
 
 
-def build(around: Surroundings) -> RoleShell:
+def build(context: WorkerContext) -> RoleShell:
     """A decode worker around a loaded model."""
-    config, loaded, pool = around.config, around.loaded, around.new_pool()
+    config, loaded, pool = context.config, context.loaded, context.new_pool()
     receiver = ReceiverCore(chunk_planner(config, loaded), config.max_inflight_bytes, config.link_timeout_s)
-    core = DecodeCore(pool, receiver, DecodeLimits.of(config), around.hash_fields)
+    core = DecodeCore(pool, receiver, DecodeLimits.of(config), context.hash_fields)
 
     def open_sessions(post: Callable[[ReceiverEvent], None]) -> ReceiverSessions:
-        sessions = ReceiverSessions(session_settings(config, loaded, around.ref), post)
-        sessions.add_to(around.server)
+        sessions = ReceiverSessions(session_settings(config, loaded, context.ref), post)
+        sessions.add_to(context.server)
         return sessions
 
-    return RoleShell(around, pool, core, open_sessions)
+    return RoleShell(context, pool, core, open_sessions)

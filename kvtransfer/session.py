@@ -13,8 +13,8 @@ from common.engine.kv.fence import Fence
 from common.tls.identity import Component, Identity
 from common.values.errors import PeerError
 from common.values.ids import WorkerRef
-from common.values.request import PairingInfo
-from kvtransfer.chunk.aead import SealKind
+from common.values.request import Fingerprint
+from kvtransfer.chunk.aead import AeadKind
 from kvtransfer.chunk.staging import StagingPool
 from kvtransfer.links.build import LinkPlan, build_link
 from kvtransfer.links.protocol import Link
@@ -30,7 +30,7 @@ class SessionSettings:
     """What a worker's sessions need to know of it. `host` is where it listens and what it advertises."""
 
     ref: WorkerRef
-    pairing: PairingInfo
+    fingerprint: Fingerprint
     kv: torch.Tensor  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], contiguous
     fence: Fence | None = None  # what keeps copies behind the kernels that compute `kv`
     host: str = "127.0.0.1"
@@ -41,10 +41,10 @@ class SessionSettings:
     identity: Identity = field(default_factory=lambda: Identity(Component.PREFILL, "pdserve"))
 
     @property
-    def seal_kind(self) -> SealKind:
-        """What both sides of a pair must agree on. Memory on a device is not sealed."""
-        is_sealed = self.digest and self.staging_device.type == "cpu"
-        return SealKind.AES_GCM if is_sealed else SealKind.NONE
+    def aead_kind(self) -> AeadKind:
+        """What both sides of a pair must agree on. Memory on a device is not encrypted."""
+        is_encrypted = self.digest and self.staging_device.type == "cpu"
+        return AeadKind.AES_GCM if is_encrypted else AeadKind.NONE
 
     @property
     def staging_device(self) -> torch.device:

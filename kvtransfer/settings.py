@@ -18,7 +18,7 @@ def session_settings(config: WorkerConfig, loaded: LoadedModel, ref: WorkerRef) 
     """What the sessions of this life of a worker need to know."""
     return SessionSettings(
         ref=ref,
-        pairing=loaded.pairing,
+        fingerprint=loaded.fingerprint,
         kv=loaded.cache.data,
         fence=loaded.cache.fence,
         host=config.host,

@@ -22,9 +22,9 @@ from common.values.hashing import block_hashes, hash_root
 from common.values.ids import AttemptId, RouterId, TransferId
 from common.values.messages import (
     AttemptFailed,
+    BlockHolder,
     Cancel,
     FirstTokens,
-    Holding,
     Prefill,
     Refused,
     WorkerState,
@@ -42,6 +42,7 @@ from kvtransfer.events import (
     TransferEnded,
     TransferStarted,
 )
+from prefill_worker.block_holders import holders_of
 from prefill_worker.events import (
     Drained,
     DrainRequested,
@@ -56,7 +57,6 @@ from prefill_worker.events import (
     StepFailed,
     StepFinished,
 )
-from prefill_worker.holdings import holdings_of
 from prefill_worker.invariants import check_requests
 from prefill_worker.request import Phase, PrefillRequest
 from prefill_worker.scheduler import PrefillLimits, PrefillScheduler
@@ -143,9 +143,9 @@ class PrefillCore:
             num_held_attempts=phases[Phase.COMPUTED],
         )
 
-    def holdings(self, now_s: float) -> list[Holding]:
+    def holders(self, now_s: float) -> list[BlockHolder]:
         """Who holds blocks, for an audit; reads only."""
-        return holdings_of(self._requests.values(), now_s)
+        return holders_of(self._requests.values(), now_s)
 
     # ---- messages -----------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The prefill worker: its core and its sender sessions in the common shell."""
 
-from common.worker.lifecycle import Surroundings
+from common.worker.lifecycle import WorkerContext
 from common.worker.role import RoleShell
 from kvtransfer.sender.core import SenderCore
 from kvtransfer.sender.sessions import SenderSessions
@@ -8,11 +8,11 @@ from kvtransfer.settings import chunk_planner, session_settings
 from prefill_worker.core import PrefillCore, PrefillLimits
 
 
-def build(around: Surroundings) -> RoleShell:
+def build(context: WorkerContext) -> RoleShell:
     """A prefill worker around a loaded model."""
-    config, loaded, pool = around.config, around.loaded, around.new_pool()
+    config, loaded, pool = context.config, context.loaded, context.new_pool()
     sender = SenderCore(chunk_planner(config, loaded), config.max_inflight_bytes, config.link_timeout_s)
     num_layers = loaded.cache.shape.num_layers
-    core = PrefillCore(pool, sender, PrefillLimits.of(config), around.hash_fields, num_layers)
-    settings = session_settings(config, loaded, around.ref)
-    return RoleShell(around, pool, core, lambda post: SenderSessions(settings, post))
+    core = PrefillCore(pool, sender, PrefillLimits.of(config), context.hash_fields, num_layers)
+    settings = session_settings(config, loaded, context.ref)
+    return RoleShell(context, pool, core, lambda post: SenderSessions(settings, post))

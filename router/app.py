@@ -42,7 +42,7 @@ from router.observe.otlp import OtlpExporter, headers_of
 from router.observe.spans import Origin, SpanMaker
 from router.request.served_model import ServedModel
 from router.request.validation import Validator
-from router.router_registry import Roll, own_report
+from router.router_registry import RouterRegistry, own_report
 from router.service import RouterService
 from router.tenants.key_watch import keys_in_force
 from router.text.tokenizer import PromptTokenizer
@@ -123,7 +123,7 @@ async def serve(
         await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, _SERVER_GRACE_S)
         ports = RouterPorts(listener.getsockname()[1], grpc_server.port)
-        roll = await stack.enter_async_context(_on_the_roll(config, frontend, ports))
+        roll = await stack.enter_async_context(_registered(config, frontend, ports))
         census = await stack.enter_async_context(aclosing(IndexCensus(config.redis_url, config.namespace)))
         hooks = AdminHooks(
             metrics.exposition,
@@ -228,7 +228,7 @@ async def _service(
 
 
 @asynccontextmanager
-async def _on_the_roll(config: RouterConfig, frontend: Frontend, ports: RouterPorts) -> AsyncIterator[Roll]:
+async def _registered(config: RouterConfig, frontend: Frontend, ports: RouterPorts) -> AsyncIterator[RouterRegistry]:
     """Announced among the cluster's routers while it is open."""
     has_tls = bool(config.cert_file)
     me = own_report(config.router_id, config.host, ports.http, ports.grpc, config.redis_url, has_tls=has_tls)
@@ -239,7 +239,7 @@ async def _on_the_roll(config: RouterConfig, frontend: Frontend, ports: RouterPo
         state = frontend.service.state()
         return frontend.readiness().is_ready, state.num_running, state.num_queued
 
-    roll = Roll(reports, loading, me, load)
+    roll = RouterRegistry(reports, loading, me, load)
     following = asyncio.create_task(roll.run(), name="routers")
     try:
         yield roll

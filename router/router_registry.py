@@ -24,7 +24,7 @@ _ANY_ADDRESS = frozenset({"0.0.0.0", "::", ""})
 Load = Callable[[], tuple[bool, int, int]]
 
 
-class Roll:
+class RouterRegistry:
     """`run` it while the router serves; `routers` is what it knows. All in one event loop."""
 
     def __init__(self, reports: LeasedReports, loading: LeasedReports, me: RouterReport, load: Load) -> None:

@@ -275,7 +275,7 @@ class RouterService:
 
 
 def _hash_root(key: PrefixKey, cache_salt: bytes) -> BlockHash:
-    return hash_root(dict(key.pairing.fields), key.block_size, cache_salt)
+    return hash_root(dict(key.fingerprint.fields), key.block_size, cache_salt)
 
 
 def _random_first_attempt() -> int:
@@ -300,7 +300,7 @@ def _log_end(request_id: RequestId, event: Finished | Failed) -> None:
 
 def _view(worker: Worker) -> WorkerView:
     info, stats = worker.info, worker.stats
-    fields = dict(info.pairing.fields)
+    fields = dict(info.fingerprint.fields)
     return WorkerView(
         worker_id=info.ref.worker_id,
         incarnation=info.ref.incarnation,

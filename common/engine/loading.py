@@ -25,7 +25,7 @@ from common.engine.model.decoder import Decoder, build_decoder
 from common.engine.model.weights import open_weights
 from common.engine.sampling import DrawCandidates
 from common.values.config import Attention, Dtype, KVCacheDtype, Quantization, WorkerConfig
-from common.values.request import PairingInfo
+from common.values.request import Fingerprint
 
 PROTOCOL_VERSION = "2"  # of the handoff: the order and layout of what is sent
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -33,7 +33,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device. `pairing` is what must be equal before two workers exchange KV."""
+    """A model on its device. `fingerprint` is what must be equal before two workers exchange KV."""
 
     model: Decoder
     draws: DrawCandidates | None  # what narrows draws down on the device
@@ -44,7 +44,7 @@ class LoadedModel:
     device: str
     served_name: str
     max_model_len: int
-    pairing: PairingInfo
+    fingerprint: Fingerprint
 
 
 def load_model(config: WorkerConfig, progress: Progress = no_progress) -> LoadedModel:
@@ -82,7 +82,7 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
         device=device,
         served_name=config.model.served_name or checkpoint.served_name,
         max_model_len=_max_model_len(config, spec, cache),
-        pairing=pairing_info(checkpoint, dtype, kv_dtype, config.quantization),
+        fingerprint=fingerprint_of(checkpoint, dtype, kv_dtype, config.quantization),
     )
 
 
@@ -122,9 +122,9 @@ def _max_model_len(config: WorkerConfig, spec: ModelSpec, cache: KVCache) -> int
     return min(config.model.max_model_len or spec.max_position, spec.max_position, cache.num_slots)
 
 
-def pairing_info(
+def fingerprint_of(
     checkpoint: Checkpoint, dtype: torch.dtype, kv_cache_dtype: torch.dtype, quantization: Quantization = "none"
-) -> PairingInfo:
+) -> Fingerprint:
     """Everything that decides what a token's KV means."""
     spec = checkpoint.config
     fields = {
@@ -141,7 +141,7 @@ def pairing_info(
         "rope_scaling": spec.rope_scaling,
         "protocol": PROTOCOL_VERSION,
     }
-    return PairingInfo(tuple((name, str(value)) for name, value in fields.items()))
+    return Fingerprint(tuple((name, str(value)) for name, value in fields.items()))
 
 
 def resolve_dtype(dtype: Dtype, device: str) -> torch.dtype:

@@ -80,7 +80,7 @@ class WorkerSettings(BaseModel):
         description="processors of the compute threads of this pool's workers, as 0-3,8; empty = any",
     )
     transport: Transport = "gloo"
-    digest: bool = Field(True, description="seal every KV chunk with AES-GCM; none with nccl")
+    digest: bool = Field(True, description="encrypt every KV chunk with AES-GCM; none with nccl")
     min_chunk_bytes: int = Field(1 << 20, ge=1, description="layers are sent together until a chunk is this large")
     max_inflight_bytes: int = Field(32 << 20, ge=1, description="announced and not yet received, per pair")
     link_timeout_s: float = Field(30.0, gt=0, description="a pair without progress for this long is rebuilt")

@@ -19,7 +19,7 @@ _BLOCK_TAG = b"\x01"
 def hash_root(fields: Mapping[str, str], block_size: int, cache_salt: bytes = b"") -> BlockHash:
     """Parent of a chain's first block: what the KV depends on besides the tokens.
 
-    `fields` name the model (digest, dtype, tokenizer: the pairing fields); their order does not matter.
+    `fields` name the model (digest, dtype, tokenizer: the fingerprint fields); their order does not matter.
     `cache_salt` separates tenants; empty = the shared cache.
     """
     parts = [_ROOT_TAG, struct.pack("<IQ", block_size, len(fields))]

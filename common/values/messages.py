@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.values.ids import AttemptId, RouterId, WorkerRef
-from common.values.request import ChunkTiming, KvChunkTiming, PairingInfo, TokenEvent, Work
+from common.values.request import ChunkTiming, Fingerprint, KvChunkTiming, TokenEvent, Work
 
 
 class Role(StrEnum):
@@ -84,7 +84,7 @@ class WorkerInfo:
     max_model_len: int
     max_num_seqs: int
     pid: int
-    pairing: PairingInfo
+    fingerprint: Fingerprint
     handoff_address: str = ""  # decode workers: where prefill workers reach them
     device: str = "cpu"
 
@@ -196,7 +196,7 @@ class WorkerStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class BlockHolder:
     """Blocks of one attempt, for an audit. Blocks that attempts share count with each. `time_left_s` < 0: overdue."""
 
     attempt_id: AttemptId

@@ -115,12 +115,12 @@ class KvChunkTiming:
 
 
 @dataclass(frozen=True, slots=True)
-class PairingInfo:
+class Fingerprint:
     """What must be equal before one worker may take another's KV (block size and layout may differ)."""
 
     fields: tuple[tuple[str, str], ...] = field(default=())
 
-    def mismatches(self, other: "PairingInfo") -> list[str]:
+    def mismatches(self, other: "Fingerprint") -> list[str]:
         """One sentence per differing field, naming both values; empty when the two may pair."""
         ours, theirs = dict(self.fields), dict(other.fields)
         return [

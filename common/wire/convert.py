@@ -29,7 +29,7 @@ from common.values.messages import (
     WorkerState,
     WorkerStats,
 )
-from common.values.request import ChunkTiming, KvChunkTiming, PairingInfo
+from common.values.request import ChunkTiming, Fingerprint, KvChunkTiming
 from common.wire.parts import (
     attempt_id_from_pb,
     attempt_id_to_pb,
@@ -179,7 +179,7 @@ def _info_to_pb(info: WorkerInfo) -> pb.WorkerHello:
         max_model_len=info.max_model_len,
         max_num_seqs=info.max_num_seqs,
         pid=info.pid,
-        pairing=dict(info.pairing.fields),
+        fingerprint=dict(info.fingerprint.fields),
         handoff_address=info.handoff_address,
         device=info.device,
     )
@@ -195,7 +195,7 @@ def _info_from_pb(hello: pb.WorkerHello) -> WorkerInfo:
         max_model_len=hello.max_model_len,
         max_num_seqs=hello.max_num_seqs,
         pid=hello.pid,
-        pairing=PairingInfo(tuple(sorted(hello.pairing.items()))),
+        fingerprint=Fingerprint(tuple(sorted(hello.fingerprint.items()))),
         handoff_address=hello.handoff_address,
         device=hello.device,
     )

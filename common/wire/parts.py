@@ -17,7 +17,7 @@ def attempt_id_from_pb(attempt_id: pb.AttemptId) -> AttemptId:
     return AttemptId(RequestId(attempt_id.request_id), attempt_id.attempt)
 
 
-def prefill_try_from_pb(message: pb.Refused | pb.AttemptFailed | pb.Holding) -> int | None:
+def prefill_try_from_pb(message: pb.Refused | pb.AttemptFailed | pb.BlockHolder) -> int | None:
     """None: it is about no try of a prefill."""
     return message.prefill_try if message.HasField("prefill_try") else None
 

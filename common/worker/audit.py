@@ -6,7 +6,7 @@ from typing import Protocol
 
 from common.engine.kv.block_pool import BlockPool, PoolStats
 from common.values.ids import WorkerRef
-from common.values.messages import Holding, Role, WorkerInfo
+from common.values.messages import BlockHolder, Role, WorkerInfo
 from common.wire.parts import attempt_id_from_pb, attempt_id_to_pb, prefill_try_from_pb
 from common.wire.pb import worker_pb2 as pb
 
@@ -18,7 +18,7 @@ class Audit:
     ref: WorkerRef
     role: Role
     pool: PoolStats
-    holdings: tuple[Holding, ...]
+    holders: tuple[BlockHolder, ...]
     problems: tuple[str, ...]
 
 
@@ -27,7 +27,7 @@ class Audited(Protocol):
 
     def check_invariants(self) -> None: ...
 
-    def holdings(self, now_s: float) -> Sequence[Holding]: ...
+    def holders(self, now_s: float) -> Sequence[BlockHolder]: ...
 
 
 def audit(info: WorkerInfo, pool: BlockPool, core: Audited, now_s: float) -> Audit:
@@ -37,7 +37,7 @@ def audit(info: WorkerInfo, pool: BlockPool, core: Audited, now_s: float) -> Aud
         problems: tuple[str, ...] = ()
     except AssertionError as error:
         problems = (str(error) or "an invariant does not hold",)
-    return Audit(info.ref, info.role, pool.stats(), tuple(core.holdings(now_s)), problems)
+    return Audit(info.ref, info.role, pool.stats(), tuple(core.holders(now_s)), problems)
 
 
 def audit_to_pb(found: Audit) -> pb.AuditResponse:
@@ -50,7 +50,7 @@ def audit_to_pb(found: Audit) -> pb.AuditResponse:
         cached=found.pool.cached,
         free=found.pool.free,
         held=found.pool.held,
-        holdings=[_holding_to_pb(holding) for holding in found.holdings],
+        holders=[_holder_to_pb(holder) for holder in found.holders],
         problems=found.problems,
     )
 
@@ -61,24 +61,24 @@ def audit_from_pb(response: pb.AuditResponse) -> Audit:
         WorkerRef(response.worker_id, response.incarnation),
         Role(response.role),
         PoolStats(response.num_blocks, response.used, response.cached, response.free, response.held),
-        tuple(_holding_from_pb(holding) for holding in response.holdings),
+        tuple(_holder_from_pb(holder) for holder in response.holders),
         tuple(response.problems),
     )
 
 
-def _holding_to_pb(holding: Holding) -> pb.Holding:
-    return pb.Holding(
-        attempt=attempt_id_to_pb(holding.attempt_id),
-        prefill_try=holding.prefill_try,
-        phase=holding.phase,
-        num_blocks=holding.num_blocks,
-        age_s=holding.age_s,
-        time_left_s=holding.time_left_s,
+def _holder_to_pb(holder: BlockHolder) -> pb.BlockHolder:
+    return pb.BlockHolder(
+        attempt=attempt_id_to_pb(holder.attempt_id),
+        prefill_try=holder.prefill_try,
+        phase=holder.phase,
+        num_blocks=holder.num_blocks,
+        age_s=holder.age_s,
+        time_left_s=holder.time_left_s,
     )
 
 
-def _holding_from_pb(message: pb.Holding) -> Holding:
-    return Holding(
+def _holder_from_pb(message: pb.BlockHolder) -> BlockHolder:
+    return BlockHolder(
         attempt_id_from_pb(message.attempt),
         message.phase,
         message.num_blocks,

@@ -80,7 +80,7 @@ class RoleWorker(Protocol):
         ...
 
 
-class Surroundings:
+class WorkerContext:
     """What the shell hands to a role when it builds it. Create it in the running loop."""
 
     def __init__(self, config: WorkerConfig, loaded: LoadedModel, metrics: Metrics) -> None:
@@ -96,13 +96,13 @@ class Surroundings:
     @property
     def hash_fields(self) -> dict[str, str]:
         """What block hashes cover besides tokens: all that two workers must have in common."""
-        return dict(self.loaded.pairing.fields)
+        return dict(self.loaded.fingerprint.fields)
 
     def new_pool(self) -> BlockPool:
         return BlockPool(self.loaded.cache.num_blocks, self.config.block_size)
 
 
-Build = Callable[[Surroundings], RoleWorker]
+Build = Callable[[WorkerContext], RoleWorker]
 # The role's own code, by its name: a worker's shell knows neither.
 BuildOf = Callable[[str], Build]
 
@@ -128,7 +128,7 @@ async def run_worker(config: WorkerConfig, control: WorkerControl, build_of: Bui
         endpoint = metrics.serve(config.host, config.metrics_port)
         stack.callback(endpoint.close)
         process = _Process(control, build_of, endpoint.port)
-        await _serve_lives(process, Surroundings(config, loaded, metrics), control.report_ready)
+        await _serve_lives(process, WorkerContext(config, loaded, metrics), control.report_ready)
         while (change := control.next_role()) is not None:
             loaded = refit(loaded, change.config)
             metrics = _change_metrics(metrics, change)
@@ -137,7 +137,7 @@ async def run_worker(config: WorkerConfig, control: WorkerControl, build_of: Bui
                 metrics.observe("pdserve_role_change_seconds", time.monotonic() - change.asked_s)
                 control.report_changed(description)
 
-            await _serve_lives(process, Surroundings(change.config, loaded, metrics), report)
+            await _serve_lives(process, WorkerContext(change.config, loaded, metrics), report)
 
 
 def _change_metrics(metrics: Metrics, change: RoleChange) -> Metrics:
@@ -146,10 +146,12 @@ def _change_metrics(metrics: Metrics, change: RoleChange) -> Metrics:
     return metrics.relabeled(change.config.role, change.config.worker_id)
 
 
-async def _serve_lives(process: _Process, around: Surroundings, report_ready: Callable[[dict[str, Any]], None]) -> None:
+async def _serve_lives(
+    process: _Process, context: WorkerContext, report_ready: Callable[[dict[str, Any]], None]
+) -> None:
     """A role to its end. A life that stood still past its lease is followed by another around the same weights."""
-    while await _serve_role(process, around, report_ready) is _End.OUTLIVED:
-        around = Surroundings(around.config, refit(around.loaded, around.config), around.metrics)
+    while await _serve_role(process, context, report_ready) is _End.OUTLIVED:
+        context = WorkerContext(context.config, refit(context.loaded, context.config), context.metrics)
         report_ready = _ignore
 
 
@@ -162,30 +164,32 @@ class _End(Enum):
     OUTLIVED = "outlived"  # it stood still past its lease
 
 
-async def _serve_role(process: _Process, around: Surroundings, report_ready: Callable[[dict[str, Any]], None]) -> _End:
+async def _serve_role(
+    process: _Process, context: WorkerContext, report_ready: Callable[[dict[str, Any]], None]
+) -> _End:
     """One life of a role, to its end. Raises RoleChangeFailed if what follows it could not use the model."""
-    config, control = around.config, process.control
+    config, control = context.config, process.control
     async with AsyncExitStack() as stack:
         stack.callback(get_logger().info, "worker_ended", worker_id=config.worker_id)
-        stack.push_async_callback(around.server.stop, SERVER_STOP_GRACE_S)
-        address = f"{config.host}:{around.identity.add_port(around.server, f'{config.host}:{config.port}')}"
-        info = _describe(around, address)
-        presence, role = _build(process, around, info, address, stack)
-        await around.server.start()
+        stack.push_async_callback(context.server.stop, SERVER_STOP_GRACE_S)
+        address = f"{config.host}:{context.identity.add_port(context.server, f'{config.host}:{config.port}')}"
+        info = _describe(context, address)
+        presence, role = _build(process, context, info, address, stack)
+        await context.server.start()
         stack.push_async_callback(presence.close)
         await presence.start()
-        around.metrics.inc("pdserve_role_changes", 0, to_role=info.role.other)
-        around.metrics.inc("pdserve_lives_given_up", 0, reason="frozen")
+        context.metrics.inc("pdserve_role_changes", 0, to_role=info.role.other)
+        context.metrics.inc("pdserve_lives_given_up", 0, reason="frozen")
         report_ready(
             {
-                **around.ref._asdict(),
+                **context.ref._asdict(),
                 **{"role": config.role, "address": address, "metrics_port": process.metrics_port, "pid": info.pid},
             }
         )
         get_logger().info(
             "worker_ready", worker_id=config.worker_id, role=config.role, address=address, num_blocks=info.num_blocks
         )
-        end = await _serve_until_end(control, role, around)
+        end = await _serve_until_end(control, role, context)
     is_followed = end is _End.OUTLIVED or control.next_role() is not None
     if is_followed and not await role.is_quiet(QUIET_LIMIT_S):
         raise RoleChangeFailed(f"{config.worker_id} still computes {QUIET_LIMIT_S:g} s after its role was closed")
@@ -193,12 +197,12 @@ async def _serve_role(process: _Process, around: Surroundings, report_ready: Cal
 
 
 def _build(
-    process: _Process, around: Surroundings, info: WorkerInfo, address: str, stack: AsyncExitStack
+    process: _Process, context: WorkerContext, info: WorkerInfo, address: str, stack: AsyncExitStack
 ) -> tuple[WorkerPresence, RoleWorker]:
     """The role and what it talks through; `stack` closes the streams, then the role."""
-    config = around.config
+    config = context.config
     role_box: list[RoleWorker] = []
-    around.streams = RouterStreams(
+    context.streams = RouterStreams(
         info,
         lambda router_id, message: role_box[0].on_message(router_id, message),
         lambda router_id: role_box[0].on_router_lost(router_id),
@@ -207,19 +211,19 @@ def _build(
     presence = WorkerPresence(
         config.redis_url,
         config.namespace,
-        Registration(around.ref, info.role, address),
+        Registration(context.ref, info.role, address),
         lease_s=config.lease_s,
         snapshot=lambda: list(role_box[0].cached_hashes()),
     )
-    around.index = presence
-    role = process.build_of(config.role)(around)
+    context.index = presence
+    role = process.build_of(config.role)(context)
     role_box.append(role)
     stack.push_async_callback(role.close)
-    stack.callback(around.streams.close)
+    stack.callback(context.streams.close)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: _on_loop_exception(role, loop, context))
     stack.callback(loop.set_exception_handler, None)
-    _add_to_server(around.streams, around.server)
+    _add_to_server(context.streams, context.server)
     return presence, role
 
 
@@ -230,10 +234,10 @@ def _on_loop_exception(role: RoleWorker, loop: asyncio.AbstractEventLoop, contex
         role.fail(context["exception"])
 
 
-def _describe(around: Surroundings, address: str) -> WorkerInfo:
-    config, loaded = around.config, around.loaded
+def _describe(context: WorkerContext, address: str) -> WorkerInfo:
+    config, loaded = context.config, context.loaded
     return WorkerInfo(
-        ref=around.ref,
+        ref=context.ref,
         role=Role(config.role),
         model_name=loaded.served_name,
         block_size=config.block_size,
@@ -241,17 +245,17 @@ def _describe(around: Surroundings, address: str) -> WorkerInfo:
         max_model_len=loaded.max_model_len,
         max_num_seqs=config.max_num_seqs,
         pid=os.getpid(),
-        pairing=loaded.pairing,
+        fingerprint=loaded.fingerprint,
         handoff_address=address if config.role == "decode" else "",
         device=loaded.device,
     )
 
 
-async def _serve_until_end(control: WorkerControl, role: RoleWorker, around: Surroundings) -> _End:
-    over = asyncio.create_task(until_over(around.config.lease_s, lambda: role.stats().state))
+async def _serve_until_end(control: WorkerControl, role: RoleWorker, context: WorkerContext) -> _End:
+    over = asyncio.create_task(until_over(context.config.lease_s, lambda: role.stats().state))
     async with asyncio.TaskGroup() as tasks:
         helpers: list[asyncio.Future[Any]] = [
-            tasks.create_task(report_stats(role.stats, around.streams.broadcast, around.metrics)),
+            tasks.create_task(report_stats(role.stats, context.streams.broadcast, context.metrics)),
             tasks.create_task(_drain_after(control.until_drain_is_asked(), role)),
             tasks.create_task(_drain_after(control.until_change_is_asked(), role)),
         ]
@@ -265,14 +269,14 @@ async def _serve_until_end(control: WorkerControl, role: RoleWorker, around: Sur
     if role.failed.done():
         role.failed.result()  # not inside the group, which would hide what it was
     is_asked = control.stopped.is_set() or any(future in done for future in ended)  # which wins over a new life
-    return _give_up(over, around) if over in done and not is_asked else _End.ASKED
+    return _give_up(over, context) if over in done and not is_asked else _End.ASKED
 
 
-def _give_up(over: "asyncio.Task[float]", around: Surroundings) -> _End:
+def _give_up(over: "asyncio.Task[float]", context: WorkerContext) -> _End:
     """Raises StepWedged, which ends the process."""
     reason = "frozen" if over.exception() is None else "wedged"
-    around.metrics.inc("pdserve_lives_given_up", reason=reason)
-    get_logger().error("worker_life_given_up", worker_id=around.config.worker_id, reason=reason)
+    context.metrics.inc("pdserve_lives_given_up", reason=reason)
+    get_logger().error("worker_life_given_up", worker_id=context.config.worker_id, reason=reason)
     over.result()
     return _End.OUTLIVED
 

@@ -13,7 +13,7 @@ from common.cores.core_loop import CoreLoop
 from common.engine.contract.plan import StepResult
 from common.engine.kv.block_pool import BlockPool
 from common.values.ids import BlockHash, RouterId
-from common.values.messages import Cancel, Drain, Holding, Prefill, Reserve, WorkerInfo, WorkerStats
+from common.values.messages import BlockHolder, Cancel, Drain, Prefill, Reserve, WorkerInfo, WorkerStats
 from common.worker.audit import Audit, audit
 from common.worker.compute import ComputeThread
 from common.worker.events import (
@@ -28,7 +28,7 @@ from common.worker.events import (
     StepFailed,
     StepFinished,
 )
-from common.worker.lifecycle import Surroundings
+from common.worker.lifecycle import WorkerContext
 from common.worker.processors import processors
 from common.worker.reporting import record_message, with_health
 
@@ -47,7 +47,7 @@ class RoleCore(Protocol):
 
     def stats(self, now_s: float) -> WorkerStats: ...
 
-    def holdings(self, now_s: float) -> Sequence[Holding]: ...
+    def holders(self, now_s: float) -> Sequence[BlockHolder]: ...
 
 
 class Sessions(Protocol):
@@ -68,19 +68,19 @@ class RoleShell:
 
     def __init__(
         self,
-        around: Surroundings,
+        context: WorkerContext,
         pool: BlockPool,
         core: RoleCore,
         open_sessions: Callable[[Callable[[Any], None]], Sessions],
     ) -> None:
         self.drained = asyncio.Event()
-        self._around = around
+        self._context = context
         self._pool = pool
         self._core = core
         self._loop: CoreLoop[Any, Any] = CoreLoop(core, self._perform)
         self._sessions = open_sessions(self._loop.post)
-        cpus = processors(around.config.cpus)
-        self._compute = ComputeThread(around.loaded.runner, self._on_step_finished, self._on_step_failed, cpus)
+        cpus = processors(context.config.cpus)
+        self._compute = ComputeThread(context.loaded.runner, self._on_step_finished, self._on_step_failed, cpus)
 
     @property
     def failed(self) -> asyncio.Future[None]:
@@ -102,7 +102,7 @@ class RoleShell:
         self._loop.post(DrainRequested(grace_s))
 
     def stats(self) -> WorkerStats:
-        return with_health(self._core.stats(time.monotonic()), self._compute.step_age_s, self._around.config)
+        return with_health(self._core.stats(time.monotonic()), self._compute.step_age_s, self._context.config)
 
     def audit(self, info: WorkerInfo) -> Audit:
         return audit(info, self._pool, self._core, time.monotonic())
@@ -123,10 +123,10 @@ class RoleShell:
             case RunStep():
                 self._run_step(effect)
             case SendToRouter(router_id, message):
-                record_message(self._around.metrics, message)
-                self._around.streams.send(router_id, message)
+                record_message(self._context.metrics, message)
+                self._context.streams.send(router_id, message)
             case PublishBlocks(stored, evicted):
-                self._around.index.publish(stored, evicted)
+                self._context.index.publish(stored, evicted)
             case Drained():
                 self.drained.set()
             case _:
@@ -139,10 +139,10 @@ class RoleShell:
             self._loop.post_threadsafe(LayerComputed(step_id, num_layers))
 
         self._compute.submit(effect.plan, report_layer if effect.reports_layers else None)
-        self._around.metrics.observe("pdserve_step_tokens", effect.plan.num_tokens)
+        self._context.metrics.observe("pdserve_step_tokens", effect.plan.num_tokens)
 
     def _on_step_finished(self, result: StepResult) -> None:
-        self._around.metrics.observe("pdserve_step_seconds", result.duration_s)
+        self._context.metrics.observe("pdserve_step_seconds", result.duration_s)
         self._loop.post_threadsafe(StepFinished(result))
 
     def _on_step_failed(self, step_id: int, reason: str) -> None:

@@ -21,7 +21,7 @@ class StepWedged(PdserveError):
     """A step runs longer than `max_step_s`: the process ends and is replaced."""
 
 
-class Pulse:
+class Watchdog:
     """Pure. `beat` is called by a loop that never waits long by itself."""
 
     def __init__(self, lease_s: float, now_s: float) -> None:
@@ -38,10 +38,10 @@ async def until_over(
     lease_s: float, state: Callable[[], WorkerState], clock: Callable[[], float] = time.monotonic
 ) -> float:
     """Returns for how long the process stood still once that was too long. Raises StepWedged."""
-    pulse = Pulse(lease_s, clock())
+    watchdog = Watchdog(lease_s, clock())
     while True:
         await asyncio.sleep(STATS_INTERVAL_S)
-        if still_s := pulse.beat(clock()):
+        if still_s := watchdog.beat(clock()):
             return still_s
         if state() is WorkerState.UNHEALTHY:
             raise StepWedged("a step does not end")

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from common.tls.identity import Component, Identity
-from common.values.messages import Holding
+from common.values.messages import BlockHolder
 from common.wire.pb import worker_pb2, worker_pb2_grpc
 from common.worker.audit import Audit, audit_from_pb
 from deploy.client.admin import AdminClient
@@ -71,12 +71,12 @@ def problems_of(found: Audit) -> Iterator[str]:
     counted = pool.free + pool.cached + pool.held + pool.used
     if counted != pool.total:
         yield f"{pool.free} free + {pool.cached} cached + {pool.held} held + {pool.used} used != {pool.total}"
-    if pool.used + pool.held > sum(holding.num_blocks for holding in found.holdings):
+    if pool.used + pool.held > sum(holder.num_blocks for holder in found.holders):
         yield f"{pool.used + pool.held} blocks are used or held, and nobody says for what"
     yield from found.problems
-    for holding in found.holdings:
-        if holding.time_left_s < -OVERDUE_S:
-            yield f"{_name(holding)} holds {holding.num_blocks} blocks {-holding.time_left_s:.0f} s past its deadline"
+    for holder in found.holders:
+        if holder.time_left_s < -OVERDUE_S:
+            yield f"{_name(holder)} holds {holder.num_blocks} blocks {-holder.time_left_s:.0f} s past its deadline"
 
 
 def as_dict(finding: Finding) -> dict[str, Any]:
@@ -96,17 +96,17 @@ def as_dict(finding: Finding) -> dict[str, Any]:
             "held": pool.held,
             "used": pool.used,
         },
-        "holdings": [
+        "holders": [
             {
-                "request_id": holding.attempt_id.request_id,
-                "attempt": holding.attempt_id.attempt,
-                "prefill_try": holding.prefill_try,
-                "phase": holding.phase,
-                "num_blocks": holding.num_blocks,
-                "age_s": holding.age_s,
-                "time_left_s": holding.time_left_s,
+                "request_id": holder.attempt_id.request_id,
+                "attempt": holder.attempt_id.attempt,
+                "prefill_try": holder.prefill_try,
+                "phase": holder.phase,
+                "num_blocks": holder.num_blocks,
+                "age_s": holder.age_s,
+                "time_left_s": holder.time_left_s,
             }
-            for holding in found.holdings
+            for holder in found.holders
         ],
         "problems": list(finding.problems),
     }
@@ -116,7 +116,7 @@ def lines_of(findings: Sequence[Finding]) -> Iterator[str]:
     """For people: a line per pool, then who holds what, then what is wrong."""
     yield from table([_POOL_HEADER, *(_pool_row(finding) for finding in findings)])
     audits = [(finding.worker_id, finding.audit) for finding in findings if finding.audit is not None]
-    rows = [_holding_row(worker_id, holding) for worker_id, found in audits for holding in found.holdings]
+    rows = [_holder_row(worker_id, holder) for worker_id, found in audits for holder in found.holders]
     if rows:
         yield ""
         yield from table([_HOLDING_HEADER, *rows])
@@ -133,11 +133,11 @@ def _pool_row(finding: Finding) -> tuple[str, ...]:
     return (finding.worker_id, *map(str, counts), verdict)
 
 
-def _holding_row(worker_id: str, holding: Holding) -> tuple[str, ...]:
-    age, left = f"{holding.age_s:.1f} s", f"{holding.time_left_s:.1f} s"
-    return (worker_id, _name(holding), holding.phase, str(holding.num_blocks), age, left)
+def _holder_row(worker_id: str, holder: BlockHolder) -> tuple[str, ...]:
+    age, left = f"{holder.age_s:.1f} s", f"{holder.time_left_s:.1f} s"
+    return (worker_id, _name(holder), holder.phase, str(holder.num_blocks), age, left)
 
 
-def _name(holding: Holding) -> str:
-    attempt = f"{holding.attempt_id.request_id}/{holding.attempt_id.attempt}"
-    return attempt if holding.prefill_try is None else f"{attempt} try {holding.prefill_try}"
+def _name(holder: BlockHolder) -> str:
+    attempt = f"{holder.attempt_id.request_id}/{holder.attempt_id.attempt}"
+    return attempt if holder.prefill_try is None else f"{attempt} try {holder.prefill_try}"

@@ -1,6 +1,6 @@
 """A whole cluster on this machine: Redis, Ray, routers, the pools. Starts it, uses it, leaves nothing behind.
 
-    check ports and model -> session (directory, guardian) -> Redis -> routers -> Ray -> pools -> ready -> use it
+    check ports and model -> session (directory, reaper) -> Redis -> routers -> Ray -> pools -> ready -> use it
     -> routers stop taking requests, workers drain -> Ray, routers, Redis end -> what is left of the session ends
 
 Everything is started from the main thread: the kernel ends a child when the thread that made it does.

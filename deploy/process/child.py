@@ -10,7 +10,7 @@ from common.values.errors import PdserveError
 
 _HERE = Path(__file__).parent
 _LAUNCHER = _HERE / "die_with_parent.py"
-_GUARDIAN = _HERE / "reaper.py"
+_REAPER = _HERE / "reaper.py"
 _TAIL_BYTES = 4000
 
 
@@ -99,10 +99,10 @@ def start_child(
     return Child(name, process, log_path)
 
 
-def start_guardian(session: str, runtime_dir: Path) -> "subprocess.Popen[bytes]":
+def start_reaper(session: str, runtime_dir: Path) -> "subprocess.Popen[bytes]":
     """Start the process that cleans up if this one is killed. It ends by itself after us; kill it when all is clean."""
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_GUARDIAN), str(os.getpid()), session, str(runtime_dir)],
+        [sys.executable, "-I", "-S", str(_REAPER), str(os.getpid()), session, str(runtime_dir)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.process.child import StartFailed, start_guardian
+from deploy.process.child import StartFailed, start_reaper
 from deploy.process.reaper import SESSION_VARIABLE, end_session, session_pids
 
 
@@ -25,11 +25,11 @@ class Session:
 def session() -> Iterator[Session]:
     """Mark this process and all that it starts; at the end nothing of them is left.
 
-    Also when this process is killed: the guardian, a process of its own, then does the same.
+    Also when this process is killed: the reaper, a process of its own, then does the same.
     """
     runtime_dir = Path(tempfile.mkdtemp(prefix="pdserve-", dir=_short_directory())).resolve()
     opened = Session(secrets.token_hex(8), runtime_dir)
-    guardian = start_guardian(opened.name, opened.runtime_dir)
+    reaper = start_reaper(opened.name, opened.runtime_dir)
     os.environ[SESSION_VARIABLE] = opened.name
     try:
         yield opened
@@ -38,8 +38,8 @@ def session() -> Iterator[Session]:
         left = session_pids(opened.name, str(opened.runtime_dir))
         del os.environ[SESSION_VARIABLE]
         shutil.rmtree(opened.runtime_dir, ignore_errors=True)
-        guardian.kill()
-        guardian.wait()
+        reaper.kill()
+        reaper.wait()
         if left:
             raise StartFailed(f"processes of the cluster could not be ended: {left}")
 

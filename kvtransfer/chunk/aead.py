@@ -22,40 +22,40 @@ TAG_BYTES = 16
 _NONCE_BYTES = 12
 
 
-class SealKind(StrEnum):
+class AeadKind(StrEnum):
     """As the receiver's hello names it."""
 
     NONE = "none"
     AES_GCM = "aes-gcm"
 
 
-class Seal:
-    """One end of one session's link: seals what is sent, or opens what comes, in the order of the link.
+class Aead:
+    """One end of one session's link: encrypts what is sent, or opens what comes, in the order of the link.
 
-    Not thread-safe: a sender seals in its pack thread alone, a receiver opens in its link's receiving thread alone.
+    Not thread-safe: a sender encrypts in its pack thread alone, a receiver opens in its link's receiving thread alone.
     """
 
-    def __init__(self, kind: SealKind, key: bytes) -> None:
+    def __init__(self, kind: AeadKind, key: bytes) -> None:
         """Raises ValueError when the key has another length."""
-        if kind is SealKind.AES_GCM and len(key) != KEY_BYTES:
+        if kind is AeadKind.AES_GCM and len(key) != KEY_BYTES:
             raise ValueError(f"expected a key of {KEY_BYTES} bytes, got {len(key)}")
         self.kind = kind
-        self._cipher = AESGCM(key) if kind is SealKind.AES_GCM else None
+        self._cipher = AESGCM(key) if kind is AeadKind.AES_GCM else None
         self._numbers = itertools.count()
 
     @property
     def flag(self) -> int:
         """In a chunk's header."""
-        return int(self.kind is SealKind.AES_GCM)
+        return int(self.kind is AeadKind.AES_GCM)
 
-    def close(self, header: memoryview, body: memoryview) -> None:
+    def encrypt(self, header: memoryview, body: memoryview) -> None:
         """Encrypt `body` in place, its last TAG_BYTES excepted: the tag, over both, goes there."""
         if self._cipher is not None:
             # OpenSSL takes one and the same memory as input and output.
             self._cipher.encrypt_into(self._next_nonce(), body[:-TAG_BYTES], header, body)
 
-    def open(self, header: memoryview, body: memoryview) -> bool:
-        """Decrypt `body` in place; False when header, body or their place on the link are not what was sealed.
+    def decrypt(self, header: memoryview, body: memoryview) -> bool:
+        """Decrypt `body` in place; False when header, body or their place on the link are not what was encrypted.
 
         After False the contents are arbitrary. Counts as a message either way.
         """
@@ -71,6 +71,6 @@ class Seal:
         return next(self._numbers).to_bytes(_NONCE_BYTES, "big")
 
 
-def unsealed() -> Seal:
+def plaintext() -> Aead:
     """For sessions without: what is on a device, or where the setting turns it off."""
-    return Seal(SealKind.NONE, b"")
+    return Aead(AeadKind.NONE, b"")

@@ -21,7 +21,7 @@ from kvtransfer.events import Chunk
 CopyChunk = Callable[[torch.Tensor, torch.Tensor, range, torch.Tensor], None]
 
 
-class CacheRows(Protocol):
+class KVPacker(Protocol):
     """Row = K or V of one token in one layer. `block_table[i]` holds tokens [i * block_size, (i + 1) * block_size)."""
 
     def gather(self, chunk: Chunk, block_table: tuple[int, ...], out: torch.Tensor) -> None:
@@ -33,7 +33,7 @@ class CacheRows(Protocol):
         ...
 
 
-def cache_rows(kv: torch.Tensor, fence: Fence | None = None) -> CacheRows:
+def kv_packer(kv: torch.Tensor, fence: Fence | None = None) -> KVPacker:
     """Access to `kv` [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], which must stay alive.
 
     `fence` is what keeps copies behind the kernels that compute `kv`; None where nothing runs ahead.
@@ -41,10 +41,10 @@ def cache_rows(kv: torch.Tensor, fence: Fence | None = None) -> CacheRows:
     if kv.dim() != 6 or not kv.is_contiguous():
         raise ValueError(f"expected a contiguous 6-D KV cache, got {tuple(kv.shape)}, strides {kv.stride()}")
     if not kv.is_cuda:
-        return NumpyRows(kv)
+        return NumpyKVPacker(kv)
     from common.engine.devices.triton.chunk import pack_chunk, unpack_chunk  # imports triton, which a CPU does without
 
-    return TorchRows(kv, pack_chunk, unpack_chunk, fence)
+    return TorchKVPacker(kv, pack_chunk, unpack_chunk, fence)
 
 
 def bytes_per_token_layer(kv: torch.Tensor) -> int:
@@ -52,7 +52,7 @@ def bytes_per_token_layer(kv: torch.Tensor) -> int:
     return 2 * kv.shape[4] * kv.shape[5] * kv.element_size()
 
 
-class NumpyRows:
+class NumpyKVPacker:
     """A cache in CPU memory."""
 
     def __init__(self, kv: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class NumpyRows:
         return items.reshape(num_layers, 2, num_tokens, self._rows.shape[-1])
 
 
-class TorchRows:
+class TorchKVPacker:
     """A cache on a GPU (works on any device). Copies on a stream of its own, never ahead of `fence`; waits for it."""
 
     def __init__(

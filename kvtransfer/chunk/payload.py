@@ -1,10 +1,10 @@
-"""The bytes of a chunk: a fixed header, then K and V, then a tag. Owns their layout and how they are sealed.
+"""The bytes of a chunk: a fixed header, then K and V, then a tag. Owns their layout and how they are encrypted.
 
     header 48: magic 4 | version 2 | flags 2 | transfer 8 | seq, layers, tokens 5 x 4 | data length 8 | 0 x 4
     data:      [layers, 2 (K, V), tokens, kv_heads, head_dim], contiguous, in the cache's dtype
-    tag 16:    the seal's, over header and data; arbitrary where there is no seal
+    tag 16:    the cipher's, over header and data; arbitrary where there is no encryption
 
-Where the session is sealed, as the flags say, the data are encrypted; the header never is. The header does not steer
+Where the session is encrypted, as the flags say, the data are encrypted; the header never is. The header does not steer
 anything: both sides know every field from the announcement, and it is compared.
 """
 
@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass
 
 from common.values.ids import TransferId
-from kvtransfer.chunk.aead import TAG_BYTES, Seal
+from kvtransfer.chunk.aead import TAG_BYTES, Aead
 from kvtransfer.chunk.plan import FRAME_BYTES
 from kvtransfer.events import Chunk
 
@@ -69,22 +69,22 @@ def data_range(chunk: Chunk) -> slice:
     return slice(HEADER_BYTES, chunk.num_bytes - TAG_BYTES)
 
 
-def close(payload: memoryview, transfer_id: TransferId, chunk: Chunk, seal: Seal) -> None:
-    """Write the header in front of data that is in place, and seal both. `payload` is the whole chunk."""
+def encrypt(payload: memoryview, transfer_id: TransferId, chunk: Chunk, aead: Aead) -> None:
+    """Write the header in front of data that is in place, and encrypt the data. `payload` is the whole chunk."""
     if len(payload) != chunk.num_bytes:
         raise ValueError(f"{transfer_id} chunk {chunk.seq}: expected {chunk.num_bytes} bytes, packed {len(payload)}")
-    payload[:HEADER_BYTES] = Header.of(transfer_id, chunk, seal.flag).encode()
-    seal.close(payload[:HEADER_BYTES], payload[HEADER_BYTES:])
+    payload[:HEADER_BYTES] = Header.of(transfer_id, chunk, aead.flag).encode()
+    aead.encrypt(payload[:HEADER_BYTES], payload[HEADER_BYTES:])
 
 
-def open_(payload: memoryview, transfer_id: TransferId, chunk: Chunk, seal: Seal) -> str | None:
+def decrypt(payload: memoryview, transfer_id: TransferId, chunk: Chunk, aead: Aead) -> str | None:
     """Check a received chunk and decrypt it in place: a sentence with what is wrong, or None.
 
     The data of a chunk with a problem are arbitrary.
     """
-    is_intact = seal.open(payload[:HEADER_BYTES], payload[HEADER_BYTES:])
-    wrong = header_problem(payload[:HEADER_BYTES], transfer_id, chunk, seal.flag)
-    return wrong if wrong or is_intact else f"chunk {chunk.seq}: not what the peer sealed for this place on the link"
+    is_intact = aead.decrypt(payload[:HEADER_BYTES], payload[HEADER_BYTES:])
+    wrong = header_problem(payload[:HEADER_BYTES], transfer_id, chunk, aead.flag)
+    return wrong if wrong or is_intact else f"chunk {chunk.seq}: not what the peer encrypted for this place on the link"
 
 
 def header_problem(header: memoryview, transfer_id: TransferId, chunk: Chunk, flags: int) -> str | None:

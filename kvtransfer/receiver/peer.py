@@ -16,9 +16,9 @@ from common.telemetry.logs import get_logger
 from common.values.ids import TransferId, WorkerRef
 from common.wire.pb import handoff_pb2 as pb
 from kvtransfer import wire
-from kvtransfer.chunk.aead import KEY_BYTES, Seal
+from kvtransfer.chunk.aead import KEY_BYTES, Aead
 from kvtransfer.chunk.codec import ChunkCodec
-from kvtransfer.chunk.kv_packer import CacheRows
+from kvtransfer.chunk.kv_packer import KVPacker
 from kvtransfer.chunk.staging import StagingPool
 from kvtransfer.events import (
     ChunkReceived,
@@ -61,7 +61,7 @@ class ReceiverShared:
     """
 
     settings: SessionSettings
-    rows: CacheRows
+    rows: KVPacker
     post: Callable[[ReceiverEvent], None]
     pool: StagingPool
     store: RendezvousStore
@@ -79,7 +79,7 @@ class ReceiverPeer:
         self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
         self._key = secrets.token_bytes(KEY_BYTES)
-        self._codec = ChunkCodec(shared.rows, Seal(shared.settings.seal_kind, self._key))
+        self._codec = ChunkCodec(shared.rows, Aead(shared.settings.aead_kind, self._key))
         self._outbox: asyncio.Queue[pb.ConnectResponse] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._outcome: asyncio.Future[str] = self._loop.create_future()
         self._link: Link | None = None
@@ -141,8 +141,8 @@ class ReceiverPeer:
             store_host=self._shared.store.host,
             store_port=self._shared.store.port,
             transport=self._settings.transport,
-            seal_key=self._key,
-            seal_kind=self._settings.seal_kind,
+            aead_key=self._key,
+            aead_kind=self._settings.aead_kind,
         )
         await context.write(pb.ConnectResponse(hello=hello))
         epoch = (await anext(requests)).open_link.epoch

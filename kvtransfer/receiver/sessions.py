@@ -16,7 +16,7 @@ from common.values.ids import WorkerRef
 from common.wire.pb import handoff_pb2_grpc
 from kvtransfer import wire
 from kvtransfer.chunk.codec import ChunkCodec
-from kvtransfer.chunk.kv_packer import cache_rows
+from kvtransfer.chunk.kv_packer import kv_packer
 from kvtransfer.events import (
     ChunkWritten,
     DiscardChunk,
@@ -46,7 +46,7 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
         self._loop = asyncio.get_running_loop()
         self._shared = ReceiverShared(
             settings,
-            cache_rows(settings.kv, settings.fence),
+            kv_packer(settings.kv, settings.fence),
             post,
             settings.new_staging_pool(),
             RendezvousStore(settings.host, settings.link_timeout_s),
@@ -110,10 +110,10 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
         """Read the hello; refuse a worker whose KV is not ours, naming what differs and both values."""
         try:
             async with asyncio.timeout(self._settings.link_timeout_s):
-                ref, pairing = wire.parse_sender_hello(await anext(requests))
+                ref, fingerprint = wire.parse_sender_hello(await anext(requests))
         except (ValueError, TimeoutError, StopAsyncIteration) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error) or "no hello came")
-        if mismatches := self._settings.pairing.mismatches(pairing):
+        if mismatches := self._settings.fingerprint.mismatches(fingerprint):
             get_logger().warning("handoff_peer_refused", peer=str(ref), mismatches=mismatches)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(mismatches))
         return ref

@@ -17,9 +17,9 @@ from common.values.ids import WorkerRef
 from common.wire.pb import handoff_pb2 as pb
 from common.wire.pb import handoff_pb2_grpc
 from kvtransfer import wire
-from kvtransfer.chunk.aead import Seal
+from kvtransfer.chunk.aead import Aead
 from kvtransfer.chunk.codec import ChunkCodec
-from kvtransfer.chunk.kv_packer import CacheRows
+from kvtransfer.chunk.kv_packer import KVPacker
 from kvtransfer.events import ConnectPeer, PeerReady, SendCancel, SendChunk, SenderEvent, SendFinished
 from kvtransfer.links.build import LinkPlan
 from kvtransfer.links.gloo import SENDER_RANK
@@ -49,7 +49,7 @@ class SenderPeer:
     def __init__(
         self,
         settings: SessionSettings,
-        rows: CacheRows,
+        rows: KVPacker,
         target: ConnectPeer,
         post: Post,
         on_ended: Callable[[WorkerRef, str], None],
@@ -117,23 +117,23 @@ class SenderPeer:
 
     async def _shake_hands(self, call: Call) -> ChunkCodec:
         """Hello both ways, check who answers, build the link."""
-        await call.write(wire.sender_hello(self._settings.ref, self._settings.pairing))
+        await call.write(wire.sender_hello(self._settings.ref, self._settings.fingerprint))
         hello = (await _read(call, "hello")).hello
         got = WorkerRef(hello.worker_id, hello.incarnation)
         if got != self._target.peer:
             raise SessionEnded(f"expected {self._target.peer}, {got} answers: stale incarnation")
         if hello.transport != self._settings.transport:
             raise SessionEnded(f"transport: {self._settings.transport!r} here, {hello.transport!r} there")
-        kind = self._settings.seal_kind
-        if hello.seal_kind != kind:
-            raise SessionEnded(f"seal: {str(kind)!r} here, {hello.seal_kind[:32]!r} there (setting `digest`)")
+        kind = self._settings.aead_kind
+        if hello.aead_kind != kind:
+            raise SessionEnded(f"encryption: {str(kind)!r} here, {hello.aead_kind[:32]!r} there (setting `digest`)")
         epoch = secrets.token_hex(8)
         await call.write(pb.ConnectRequest(open_link=pb.OpenLink(epoch=epoch)))
         accepted = (await _read(call, "link_accepted")).link_accepted
         if accepted.epoch != epoch:
             raise SessionEnded(f"expected epoch {epoch}, accepted {accepted.epoch}")
         self._link = await build_link_off_loop(self._link_plan(hello, epoch))
-        return ChunkCodec(self._rows, Seal(kind, hello.seal_key))
+        return ChunkCodec(self._rows, Aead(kind, hello.aead_key))
 
     def _link_plan(self, hello: pb.ReceiverHello, epoch: str) -> LinkPlan:
         settings = self._settings

@@ -5,7 +5,7 @@ from typing import assert_never
 
 from common.telemetry.logs import get_logger
 from common.values.ids import WorkerRef
-from kvtransfer.chunk.kv_packer import cache_rows
+from kvtransfer.chunk.kv_packer import kv_packer
 from kvtransfer.events import ConnectPeer, DropPeer, PeerLost, SendCancel, SendChunk, SendFinished
 from kvtransfer.sender.peer import Post, SenderPeer
 from kvtransfer.session import STOPPING, SessionSettings
@@ -19,7 +19,7 @@ class SenderSessions:
     def __init__(self, settings: SessionSettings, post: Post) -> None:
         self._settings = settings
         self._post = post
-        self._rows = cache_rows(settings.kv, settings.fence)
+        self._rows = kv_packer(settings.kv, settings.fence)
         self._peers: dict[WorkerRef, SenderPeer] = {}
         self._is_closed = False
 

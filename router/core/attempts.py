@@ -207,7 +207,7 @@ class Attempts:
         if fresh:
             if request.marks.first_token_s is None:
                 request.marks.first_token_s = now_s
-            request.pairing = attempt.pairing
+            request.fingerprint = attempt.fingerprint
             self._ledger.deliver(request, Tokens(tuple(fresh)))
         if any(request.choices[idx].is_stuck for idx in attempt.choices):
             self._replay(request, [attempt], "tokens are missing", now_s)

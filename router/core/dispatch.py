@@ -108,7 +108,7 @@ class Dispatch:
         self._placed(attempt, worker, now_s)
         request.note_decision(decision)
         attempt.decode, attempt.phase = worker.ref, Phase.RESERVING
-        attempt.pairing = worker.info.pairing
+        attempt.fingerprint = worker.info.fingerprint
         num_missing = self._placement.num_missing(attempt, worker)
         local_max = self._local_max(request, attempt, worker, now_s)
         here, there = (num_missing, 0) if num_missing <= local_max else (0, num_missing)

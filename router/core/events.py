@@ -10,7 +10,7 @@ from typing import NamedTuple
 from common.values.errors import PdserveError
 from common.values.ids import AttemptId, RequestId, WorkerRef
 from common.values.messages import RouterMessage, WorkerInfo, WorkerMessage
-from common.values.request import PairingInfo
+from common.values.request import Fingerprint
 from router.core.generation import GenerationEvent, GenerationRequest
 
 
@@ -25,7 +25,7 @@ class Lost(StrEnum):
 class PrefixKey(NamedTuple):
     """Workers with equal keys hash a prompt's blocks alike."""
 
-    pairing: PairingInfo
+    fingerprint: Fingerprint
     block_size: int
 
 

@@ -151,7 +151,7 @@ class Placement:
         wanted = request.spec.decode_worker_id
         if wanted and worker.info.ref.worker_id != wanted:
             return "is not the one asked for"
-        if request.pairing not in (None, worker.info.pairing):
+        if request.fingerprint not in (None, worker.info.fingerprint):
             return "has other weights than those that the answer began with"
         if self.num_missing(attempt, worker) > self.local_max(request) and not self._partners(request, worker):
             return "has no prefill worker to pair with"
@@ -162,7 +162,7 @@ class Placement:
         return [
             worker
             for worker in self.pool.ready(Role.PREFILL)
-            if worker.info.pairing == decode.info.pairing and wanted in ("", worker.info.ref.worker_id)
+            if worker.info.fingerprint == decode.info.fingerprint and wanted in ("", worker.info.ref.worker_id)
         ]
 
 

@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from common.values.ids import AttemptId, RequestId, WorkerRef
 from common.values.messages import FirstTokens, HandoffReport
-from common.values.request import FinishReason, PairingInfo, TokenEvent, Work
+from common.values.request import Fingerprint, FinishReason, TokenEvent, Work
 from router.core.events import PrefixKey
 from router.core.generation import GenerationRequest
 from router.core.policy import Decision
@@ -95,7 +95,7 @@ class Attempt:
     lookups: set[PrefixKey] = field(default_factory=set)  # not answered yet
     cached_tokens: dict[WorkerRef, int] = field(default_factory=dict)  # what the index promised
     decode: WorkerRef | None = None
-    pairing: PairingInfo | None = None  # of the decode worker
+    fingerprint: Fingerprint | None = None  # of the decode worker
     prefill: WorkerRef | None = None  # of the current try
     prefill_try: int = -1  # -1: none yet
     prefill_lost_s: float = float("-inf")  # when a try was last given up
@@ -138,7 +138,7 @@ class Request:
     num_retries: int = 0
     is_granted: bool = False  # some decode worker has taken it, at some time
     is_accepted: bool = False
-    pairing: PairingInfo | None = None  # of the workers that made what was delivered: others would go on otherwise
+    fingerprint: Fingerprint | None = None  # of the workers that made what was delivered: others would go on otherwise
     marks: Marks = field(default_factory=Marks)
 
     @property

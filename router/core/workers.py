@@ -72,7 +72,7 @@ class Worker:
 
     @property
     def prefix_key(self) -> PrefixKey:
-        return PrefixKey(self.info.pairing, self.info.block_size)
+        return PrefixKey(self.info.fingerprint, self.info.block_size)
 
     @property
     def is_ready(self) -> bool:
@@ -195,8 +195,8 @@ class WorkerPool:
 
     def has_ready_pair(self) -> bool:
         """Some prefill and some decode worker could serve a request together."""
-        pairings = {worker.info.pairing for worker in self.ready(Role.DECODE)}
-        return any(worker.info.pairing in pairings for worker in self.ready(Role.PREFILL))
+        fingerprints = {worker.info.fingerprint for worker in self.ready(Role.DECODE)}
+        return any(worker.info.fingerprint in fingerprints for worker in self.ready(Role.PREFILL))
 
     def prefix_keys(self) -> dict[PrefixKey, tuple[WorkerRef, ...]]:
         """Ready workers by how they hash."""

@@ -2,7 +2,7 @@
 
 The template is the operator's; it still runs sandboxed. What a client sends must never turn into control
 tokens, so every special token inside client text is disguised with private-use characters before rendering
-(`Disguise`), and the tokenizer restores it after it has seen which special tokens the template itself wrote.
+(`SpecialTokenEscapes`), and the tokenizer restores it after it has seen which special tokens the template itself wrote.
 """
 
 import json
@@ -61,7 +61,7 @@ class ChatTemplate:
             raise InvalidRequest("the chat template cannot render these messages", param="messages") from error
 
 
-class Disguise:
+class SpecialTokenEscapes:
     """Hides special tokens in client text. One per request: it picks characters that the text does not use."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
@@ -75,7 +75,7 @@ class Disguise:
         return not self._char_to_private
 
     def reserve(self, text: str) -> None:
-        """Never disguise with a character of `text`. Call for all of a request's text first."""
+        """Never escapes with a character of `text`. Call for all of a request's text first."""
         if not text.isascii():
             self._used.update(text)
 

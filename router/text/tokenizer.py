@@ -14,7 +14,7 @@ from tokenizers import Encoding, Tokenizer
 
 from common.checkpoint import Checkpoint
 from common.values.errors import InvalidRequest, Unsupported
-from router.text.chat_template import ChatTemplate, Disguise, Message
+from router.text.chat_template import ChatTemplate, Message, SpecialTokenEscapes
 from router.text.word_encoder import WordEncoder
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
@@ -63,34 +63,34 @@ class PromptTokenizer:
         """Token ids of a conversation. Special tokens come from the template only, never from a message."""
         if self._chat_template is None:
             raise Unsupported("this model has no chat template; use completions", param="messages")
-        disguise = self._disguise(messages, kwargs)
-        hidden = [{key: disguise.hide(value) for key, value in message.items()} for message in messages]
-        hidden_kwargs = {key: _map_strings(value, disguise.hide) for key, value in kwargs.items()}
+        escapes = self._escapes(messages, kwargs)
+        hidden = [{key: escapes.hide(value) for key, value in message.items()} for message in messages]
+        hidden_kwargs = {key: _map_strings(value, escapes.hide) for key, value in kwargs.items()}
         text = self._chat_template.render(hidden, add_generation_prompt=add_generation_prompt, kwargs=hidden_kwargs)
-        if disguise.is_empty:
+        if escapes.is_empty:
             return self._words.encode(text)
-        return self._encode_disguised(text, self.tokenizer.encode(text, add_special_tokens=False), disguise)
+        return self._encode_escaped(text, self.tokenizer.encode(text, add_special_tokens=False), escapes)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of whole sequences; streams use `router.text`."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def _disguise(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> Disguise:
-        disguise = Disguise(self._special_pattern)
+    def _escapes(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> SpecialTokenEscapes:
+        escapes = SpecialTokenEscapes(self._special_pattern)
         for text in strings_in([*messages, kwargs]):
-            disguise.reserve(text)
-        return disguise
+            escapes.reserve(text)
+        return escapes
 
-    def _encode_disguised(self, text: str, encoding: Encoding, disguise: Disguise) -> list[int]:
+    def _encode_escaped(self, text: str, encoding: Encoding, escapes: SpecialTokenEscapes) -> list[int]:
         """Keep the template's special tokens; encode what stands between them as plain text, undisguised."""
         ids: list[int] = []
         position = 0
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token_id in self._special_ids:
-                ids += self._encode_plain(disguise.restore(text[position:start]))
+                ids += self._encode_plain(escapes.restore(text[position:start]))
                 ids.append(token_id)
                 position = end
-        return ids + self._encode_plain(disguise.restore(text[position:]))
+        return ids + self._encode_plain(escapes.restore(text[position:]))
 
     def _encode_plain(self, text: str) -> list[int]:
         return self._plain_words.encode(text) if text else []

@@ -1,8 +1,8 @@
 """The handoff's link beside raw gloo: two processes, one at each end, the same bytes by turns.
 
 A round is NUM_LAYERS messages in flight at once, timed at the receiver from its first posted receive until all are
-there. "raw" waits for gloo's own operations on the same group; the others go through our threads, and seal and open
-every message with that kind of seal. As a module this is the sending end.
+there. "raw" waits for gloo's own operations on the same group; the others go through our threads, which
+encrypt and decrypt every message with that kind of encryption. As a module this is the sending end.
 """
 
 import itertools
@@ -19,7 +19,7 @@ import torch
 
 from common.values.ids import AttemptId, RequestId, TransferId
 from kvtransfer.chunk import payload
-from kvtransfer.chunk.aead import KEY_BYTES, Seal, SealKind
+from kvtransfer.chunk.aead import KEY_BYTES, Aead, AeadKind
 from kvtransfer.events import Chunk
 from kvtransfer.links.build import build_link
 from kvtransfer.links.gloo import RECEIVER_RANK, SENDER_RANK
@@ -30,14 +30,14 @@ from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, new_prefix, plan
 _KEY = bytes(range(KEY_BYTES))
 NUM_LAYERS, LAYER_BYTES = 30, 393_216  # 512 tokens of the demo model in bfloat16
 RAW = "raw"
-SEALS = {str(kind): Seal(kind, _KEY) for kind in SealKind}
+CIPHERS = {str(kind): Aead(kind, _KEY) for kind in AeadKind}
 NUM_ROUNDS, WARM_UP = 60, 5
 _TRANSFER = TransferId(AttemptId(RequestId("bench"), 0), 0)
 _CHUNKS = [Chunk(seq, seq, seq + 1, 0, 512, LAYER_BYTES) for seq in range(NUM_LAYERS)]
 
 
 def run() -> list[dict[str, Any]]:
-    """A row for each kind of seal, beside raw gloo."""
+    """A row for each kind of encryption, beside raw gloo."""
     store = RendezvousStore(HOST, TIMEOUT_S)
     prefix = new_prefix()
     child = _start_sender(store.port, prefix)
@@ -50,8 +50,8 @@ def run() -> list[dict[str, Any]]:
         link.close()
         link.join(TIMEOUT_S)
         store.close()
-    name = f"link, {NUM_LAYERS} x {LAYER_BYTES} bytes in flight, seal"
-    return [_row(f"{name} {kind}", rates[kind], rates[RAW]) for kind in SEALS]
+    name = f"link, {NUM_LAYERS} x {LAYER_BYTES} bytes in flight, encryption"
+    return [_row(f"{name} {kind}", rates[kind], rates[RAW]) for kind in CIPHERS]
 
 
 def _row(metric: str, ours: float, raw: float) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def _start_sender(port: int, prefix: str) -> subprocess.Popen[str]:
 def _measure(link: ProcessGroupLink, child: subprocess.Popen[str]) -> dict[str, float]:
     """GB/s of each kind, the median of its rounds."""
     buffers = _buffers()
-    times: dict[str, list[float]] = {kind: [] for kind in (RAW, *SEALS)}
-    for number, kind in itertools.product(range(NUM_ROUNDS + WARM_UP), (RAW, *SEALS)):
+    times: dict[str, list[float]] = {kind: [] for kind in (RAW, *CIPHERS)}
+    for number, kind in itertools.product(range(NUM_ROUNDS + WARM_UP), (RAW, *CIPHERS)):
         assert child.stdin is not None
         child.stdin.write(f"{kind}\n")
         child.stdin.flush()
@@ -92,13 +92,13 @@ def _receive_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor])
         return
     arrivals = _Countdown()
     for chunk, buffer in zip(_CHUNKS, buffers, strict=True):
-        link.receive(buffer, partial(_open, arrivals, SEALS[kind], chunk, buffer))
+        link.receive(buffer, partial(_open, arrivals, CIPHERS[kind], chunk, buffer))
     arrivals.wait()
 
 
-def _open(arrivals: "_Countdown", seal: Seal, chunk: Chunk, buffer: torch.Tensor, error: Exception | None) -> None:
+def _open(arrivals: "_Countdown", aead: Aead, chunk: Chunk, buffer: torch.Tensor, error: Exception | None) -> None:
     """In the link's thread, as in the handoff."""
-    arrivals.count(error or payload.open_(buffer.numpy().data, _TRANSFER, chunk, seal))
+    arrivals.count(error or payload.decrypt(buffer.numpy().data, _TRANSFER, chunk, aead))
 
 
 class _Countdown:
@@ -135,7 +135,7 @@ def _send_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor]) ->
         return
     sent = _Countdown()
     for chunk, buffer in zip(_CHUNKS, buffers, strict=True):
-        payload.close(buffer.numpy().data, _TRANSFER, chunk, SEALS[kind])
+        payload.encrypt(buffer.numpy().data, _TRANSFER, chunk, CIPHERS[kind])
         link.send(buffer, sent.count)
     sent.wait()
 

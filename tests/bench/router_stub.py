@@ -33,7 +33,7 @@ from common.values.messages import (
     WorkerInfo,
     WorkerStats,
 )
-from common.values.request import FinishReason, PairingInfo, SampledToken, TokenEvent, Work
+from common.values.request import Fingerprint, FinishReason, SampledToken, TokenEvent, Work
 from common.wire.grpc_options import server_options
 from common.wire.pb import worker_pb2_grpc
 from common.worker.router_streams import RouterStreams
@@ -62,9 +62,9 @@ class StubWorker:
         self._positions: dict[AttemptId, tuple[RouterId, Work, int]] = {}
         self._has_work = asyncio.Event()
         ref = WorkerRef(f"{role.value}-0", f"{os.getpid()}")
-        pairing = PairingInfo((("model", "stub"),))
+        fingerprint = Fingerprint((("model", "stub"),))
         self.info = WorkerInfo(
-            ref, role, "stub", BLOCK_SIZE, NUM_BLOCKS, 8192, 256, os.getpid(), pairing, "127.0.0.1:1"
+            ref, role, "stub", BLOCK_SIZE, NUM_BLOCKS, 8192, 256, os.getpid(), fingerprint, "127.0.0.1:1"
         )
         self._streams = RouterStreams(self.info, self._on_message, lambda _: None)
         self._cached: dict[BlockHash, None] = {}  # oldest first
@@ -116,7 +116,7 @@ class StubWorker:
                 self._positions.pop(attempt_id, None)
 
     def _store(self, work: Work) -> None:
-        root = hash_root(dict(self.info.pairing.fields), BLOCK_SIZE, work.cache_salt)
+        root = hash_root(dict(self.info.fingerprint.fields), BLOCK_SIZE, work.cache_salt)
         stored = [each for each in block_hashes(work.token_ids, BLOCK_SIZE, root) if each not in self._cached]
         self._cached.update(dict.fromkeys(stored))
         evicted = list(islice(self._cached, max(0, len(self._cached) - NUM_CACHED)))

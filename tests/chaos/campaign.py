@@ -60,7 +60,7 @@ async def kills(rig: Rig, model: Path, plan: Plan) -> Findings:
             await asyncio.sleep(rng.uniform(0.0, 1.0))
             role = plan.roles[number % len(plan.roles)]
             victim = rng.choice(await asyncio.to_thread(rig.workers, role))
-            held = sorted({holding.phase for holding in await asyncio.to_thread(rig.holdings, victim)})
+            held = sorted({holder.phase for holder in await asyncio.to_thread(rig.holders, victim)})
             died_s = time.monotonic()
             await rig.kill(victim["pid"])
             life = f"{victim['worker_id']}#{victim['incarnation']}"
@@ -105,8 +105,8 @@ async def cancels(rig: Rig, model: Path, plan: Plan) -> Findings:
         await clients.stop()
     workers = await asyncio.to_thread(rig.cluster.wait_until_idle)
     leaked = sum(worker["kv_blocks_used"] + worker["kv_blocks_held"] for worker in workers)
-    holdings = [str(holding) for worker in workers for holding in rig.holdings(worker)]
-    return {"blocks_leaked": leaked, "holdings": holdings, **_requests(clients.entries)}
+    holders = [str(holder) for worker in workers for holder in rig.holders(worker)]
+    return {"blocks_leaked": leaked, "holders": holders, **_requests(clients.entries)}
 
 
 async def roll(rig: Rig, model: Path, plan: Plan) -> Findings:
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(summary(options.name, findings))
     if options.keep:
         keep(OUTPUT)
-    return 1 if findings["problems"] or findings.get("blocks_leaked") or findings.get("holdings") else 0
+    return 1 if findings["problems"] or findings.get("blocks_leaked") or findings.get("holders") else 0
 
 
 def _write(path: Path, name: str, findings: Findings) -> None:

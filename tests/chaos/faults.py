@@ -171,10 +171,10 @@ def signal_router_amid_prefill(number: signal.Signals, within_s: float) -> Act:
         await rig.until(lambda: is_gone(process), "end of the router", 15)
         gone_s = time.monotonic()
         phases = (*PREFILLING, *TRANSFERRING, *RESERVED, *DECODING)
-        before = {holding.attempt_id for worker in workers for holding in rig.holdings(worker)}
+        before = {holding.attempt_id for worker in workers for holding in rig.holders(worker)}
 
         def held() -> bool:
-            now = {each.attempt_id for worker in workers for each in rig.holdings(worker) if each.phase in phases}
+            now = {each.attempt_id for worker in workers for each in rig.holders(worker) if each.phase in phases}
             return bool(before & now)
 
         await rig.until(lambda: not held(), "workers that hold nothing of a dead router")

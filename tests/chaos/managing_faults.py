@@ -105,7 +105,7 @@ async def _catch_decoding(rig: Rig, worker_id: str) -> int:
     def caught() -> Worker | None:
         for worker in rig.workers("decode"):
             is_wanted = str(worker["worker_id"]).startswith(worker_id)
-            if is_wanted and any(holding.phase in DECODING for holding in rig.holdings(worker)):
+            if is_wanted and any(holding.phase in DECODING for holding in rig.holders(worker)):
                 return worker
         return None
 

@@ -110,7 +110,7 @@ PLANTED_ROWS: tuple[Row, ...] = (
         25,
         "handoff",
         "the store where links are made hears nobody for 5 s; then a pair must be made again",
-        "steady, then pairing",
+        "steady, then fingerprint",
         "pairs that stand go on; the pair is made within 10 s of the end",
         "SYNs dropped; the new connections",
         deafen_rendezvous(5.0),

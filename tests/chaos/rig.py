@@ -18,7 +18,7 @@ import redis
 
 from common.tls.identity import Component, Identity
 from common.values.config import ClusterConfig
-from common.values.messages import Holding
+from common.values.messages import BlockHolder
 from deploy.cli.audit import ask
 from tests.chaos import sockets
 from tests.chaos.instruments import Instruments, instruments
@@ -103,7 +103,7 @@ class Rig:
                 line = " ".join(child.cmdline())
             except psutil.NoSuchProcess:
                 continue
-            if any(mark in line for mark in marks) and "guardian" not in line:
+            if any(mark in line for mark in marks) and "reaper" not in line:
                 return child.pid
         raise Void(f"no process {marks}")
 
@@ -136,19 +136,19 @@ class Rig:
 
         def caught() -> Worker | None:
             for worker in workers:
-                if any(holding.phase in phases for holding in self.holdings(worker)):
+                if any(holder.phase in phases for holder in self.holders(worker)):
                     return worker
             return None
 
-        found: Worker = await self.until(caught, f"a {role} worker with a holding in {sorted(phases)}")
+        found: Worker = await self.until(caught, f"a {role} worker with a holder in {sorted(phases)}")
         return found
 
-    def holdings(self, worker: Worker) -> tuple[Holding, ...]:
+    def holders(self, worker: Worker) -> tuple[BlockHolder, ...]:
         try:
             found = ask(worker, self.identity).audit
         except grpc.RpcError:
             return ()
-        return () if found is None else tuple(found.holdings)
+        return () if found is None else tuple(found.holders)
 
     def answers(self, worker: Worker) -> bool:
         """Whether the worker's event loop is alive."""

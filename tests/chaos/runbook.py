@@ -118,7 +118,7 @@ RUNBOOK: tuple[Entry, ...] = (
         "each answer is of one kind of weights; those of a kind whose last decode worker dies end with an error",
         "`pdserve_requests` with error_type no_ready_pair",
         "router: `request_retried`, `request_failed`",
-        "the workers, with different pairing keys",
+        "the workers, with different fingerprint keys",
         "end the old ones by `pdserve drain`, not by killing them",
     ),
     Entry(

@@ -15,7 +15,7 @@ from common.engine.loading import load_model
 from common.engine.sampling import sample
 from common.values.config import ModelConfig, WorkerConfig
 from common.values.request import SamplingParams
-from kvtransfer.chunk.kv_packer import TorchRows
+from kvtransfer.chunk.kv_packer import TorchKVPacker
 from kvtransfer.chunk.plan import FRAME_BYTES
 from kvtransfer.events import Chunk
 from tests.common.engine.devices.triton.test_device_draws import logits_of, specs_of_all_kinds
@@ -43,7 +43,7 @@ def copy_after_compute() -> None:
     """A chunk packed as soon as its layer is launched holds what the layer's kernels write, 20 ms later (C-03)."""
     kv = torch.zeros(4, 2, 8, 16, 2, 64, device="cuda")
     fence = StreamFence(4)
-    rows = TorchRows(kv, pack_chunk, unpack_chunk, fence)
+    rows = TorchKVPacker(kv, pack_chunk, unpack_chunk, fence)
     packed: list[torch.Tensor] = []
 
     def pack(layer_idx: int) -> None:

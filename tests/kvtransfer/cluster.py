@@ -10,7 +10,7 @@ import torch
 
 from common.cores.core_loop import CoreLoop
 from common.values.ids import AttemptId, RequestId, TransferId, WorkerRef
-from common.values.request import PairingInfo, SampledToken
+from common.values.request import Fingerprint, SampledToken
 from common.wire.grpc_options import server_options
 from kvtransfer.chunk.kv_packer import bytes_per_token_layer
 from kvtransfer.chunk.plan import ChunkPlanner
@@ -43,7 +43,7 @@ SOURCE_TABLE, TARGET_TABLE = (5, 3, 9, 1, 7, 11, 2), (4, 0, 6, 3)
 PREFILL, DECODE = WorkerRef("prefill-0", "aa"), WorkerRef("decode-0", "bb")
 FIRST = (FirstToken(0, SampledToken(7, -0.5, ((7, -0.5), (9, -1.5)))),)
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
-PAIRING = PairingInfo((("dtype", "float32"), ("layers", "4")))
+FINGERPRINT = Fingerprint((("dtype", "float32"), ("layers", "4")))
 TEST_TIMEOUT_S = 60.0
 
 
@@ -230,7 +230,7 @@ async def pair(
     min_chunk_bytes: int = 2048,
     max_inflight_bytes: int = 32 << 10,
     link_timeout_s: float = 10.0,
-    prefill_pairing: PairingInfo = PAIRING,
+    prefill_pairing: Fingerprint = FINGERPRINT,
     digest: bool = True,
     prefill_digest: bool | None = None,
 ) -> AsyncIterator[Pair]:
@@ -239,14 +239,14 @@ async def pair(
     source, target = new_cache(prefill_block_size), new_cache(decode_block_size)
     planner = ChunkPlanner(NUM_LAYERS, bytes_per_token_layer(source), min_chunk_bytes)
 
-    def settings(ref: WorkerRef, kv: torch.Tensor, pairing: PairingInfo, digest: bool) -> SessionSettings:
+    def settings(ref: WorkerRef, kv: torch.Tensor, fingerprint: Fingerprint, digest: bool) -> SessionSettings:
         return SessionSettings(
-            ref, pairing, kv, digest=digest, max_inflight_bytes=max_inflight_bytes, link_timeout_s=link_timeout_s
+            ref, fingerprint, kv, digest=digest, max_inflight_bytes=max_inflight_bytes, link_timeout_s=link_timeout_s
         )
 
     server = grpc.aio.server(options=server_options())
     port = server.add_insecure_port("127.0.0.1:0")
-    decode = Decode(settings(DECODE, target, PAIRING, digest), planner, changed)
+    decode = Decode(settings(DECODE, target, FINGERPRINT, digest), planner, changed)
     prefill = Prefill(
         settings(PREFILL, source, prefill_pairing, digest if prefill_digest is None else prefill_digest),
         planner,

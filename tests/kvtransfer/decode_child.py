@@ -13,7 +13,7 @@ from common.wire.grpc_options import server_options
 from kvtransfer.chunk.kv_packer import bytes_per_token_layer
 from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.session import SessionSettings
-from tests.kvtransfer.cluster import NUM_LAYERS, PAIRING, Changed, Decode, new_cache, new_transfer_id
+from tests.kvtransfer.cluster import FINGERPRINT, NUM_LAYERS, Changed, Decode, new_cache, new_transfer_id
 
 REF = WorkerRef("decode-1", "cc")
 
@@ -50,7 +50,7 @@ async def _serve(request: str) -> None:
     planner = ChunkPlanner(NUM_LAYERS, bytes_per_token_layer(kv), 2048)
     server = grpc.aio.server(options=server_options())
     port = server.add_insecure_port("127.0.0.1:0")
-    decode = Decode(SessionSettings(REF, PAIRING, kv, max_inflight_bytes=3000), planner, Changed())
+    decode = Decode(SessionSettings(REF, FINGERPRINT, kv, max_inflight_bytes=3000), planner, Changed())
     decode.sessions.add_to(server)
     await server.start()
     decode.expect(new_transfer_id(request), (4, 0, 6, 3), 100)

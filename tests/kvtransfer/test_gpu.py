@@ -5,14 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kvtransfer.chunk.aead import KEY_BYTES, Seal, SealKind
+from kvtransfer.chunk.aead import KEY_BYTES, Aead, AeadKind
 from kvtransfer.chunk.codec import ChunkCodec
-from kvtransfer.chunk.kv_packer import TorchRows
+from kvtransfer.chunk.kv_packer import TorchKVPacker
 from kvtransfer.links.nccl import build_nccl_link
 from kvtransfer.links.rendezvous import RendezvousStore, join_rendezvous
 from kvtransfer.session import SessionSettings
 from tests.kvtransfer.chunk.test_payload import chunk_of
-from tests.kvtransfer.cluster import PAIRING, PREFILL, new_cache, new_transfer_id, put_rows, request_rows, rows_of
+from tests.kvtransfer.cluster import FINGERPRINT, PREFILL, new_cache, new_transfer_id, put_rows, request_rows, rows_of
 from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, new_prefix, receive, send
 
 pytestmark = pytest.mark.gpu
@@ -27,10 +27,12 @@ def test_a_chunk_goes_from_gpu_cache_to_gpu_cache_through_pinned_staging() -> No
     for layer in range(4):
         put_rows(source, (5, 3, 9, 1, 7, 11, 2), layer, 0, rows[layer])
     source = source.cuda()
-    buffer = SessionSettings(PREFILL, PAIRING, source).new_staging_pool().acquire(200_000)
+    buffer = SessionSettings(PREFILL, FINGERPRINT, source).new_staging_pool().acquire(200_000)
     assert buffer.is_pinned()
     chunk = chunk_of(source, (0, 4), (0, 100))
-    sender, receiver = (ChunkCodec(TorchRows(kv), Seal(SealKind.AES_GCM, bytes(KEY_BYTES))) for kv in (source, target))
+    sender, receiver = (
+        ChunkCodec(TorchKVPacker(kv), Aead(AeadKind.AES_GCM, bytes(KEY_BYTES))) for kv in (source, target)
+    )
     receiver.prepare(chunk, buffer)
     sender.pack(new_transfer_id("r1"), chunk, (5, 3, 9, 1, 7, 11, 2), buffer)
     assert receiver.open(new_transfer_id("r1"), chunk, buffer) is None

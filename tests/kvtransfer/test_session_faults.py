@@ -32,7 +32,7 @@ SAME = new_transfer_id("same")
 
 
 def plant_in_pack(monkeypatch: pytest.MonkeyPatch, name: str, position: int) -> list[Chunk]:
-    """Flip a bit of the second chunk of request `name` after it was sealed; returns where it happened."""
+    """Flip a bit of the second chunk of request `name` after it was encrypted; returns where it happened."""
     genuine, planted = ChunkCodec.pack, []
 
     def pack(
@@ -48,7 +48,7 @@ def plant_in_pack(monkeypatch: pytest.MonkeyPatch, name: str, position: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("position", "named"), [(HEADER_BYTES + 77, "not what the peer sealed"), (10, "expected transfer")]
+    ("position", "named"), [(HEADER_BYTES + 77, "not what the peer encrypted"), (10, "expected transfer")]
 )
 async def test_a_flipped_bit_is_refused_and_the_pair_goes_on(
     monkeypatch: pytest.MonkeyPatch, position: int, named: str
@@ -133,7 +133,7 @@ async def test_a_message_of_the_same_chunk_sent_again_is_refused(monkeypatch: py
         (first,) = tap.messages
         tap.replace_with = first
         assert await ship_same(cluster) is Outcome.CANCELLED
-        assert "not what the peer sealed" in cluster.prefill.ended[SAME].reason
+        assert "not what the peer encrypted" in cluster.prefill.ended[SAME].reason
         assert not cluster.prefill.lost
         await check_works(cluster)
 
@@ -147,7 +147,7 @@ async def test_a_message_of_an_earlier_session_at_the_same_place_is_refused(monk
         await drop(cluster)
         tap.replace_with = first
         assert await ship_same(cluster) is Outcome.CANCELLED
-        assert "not what the peer sealed" in cluster.prefill.ended[SAME].reason
+        assert "not what the peer encrypted" in cluster.prefill.ended[SAME].reason
         await check_works(cluster)
 
 

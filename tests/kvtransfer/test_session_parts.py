@@ -19,7 +19,7 @@ from kvtransfer.session import (
     describe_end,
     raise_if_bug,
 )
-from tests.kvtransfer.cluster import PAIRING, PREFILL, new_cache
+from tests.kvtransfer.cluster import FINGERPRINT, PREFILL, new_cache
 from tests.kvtransfer.links.link_tools import TIMEOUT_S, build_link, new_prefix, num_threads, plan
 
 
@@ -81,7 +81,7 @@ def test_bugs_are_raised_and_network_faults_are_told() -> None:
 
 
 def test_staging_follows_the_transport() -> None:
-    settings = SessionSettings(PREFILL, PAIRING, new_cache(16))
+    settings = SessionSettings(PREFILL, FINGERPRINT, new_cache(16))
     assert settings.staging_device == torch.device("cpu")
     buffer = settings.new_staging_pool().acquire(1000)
     assert not buffer.is_pinned()

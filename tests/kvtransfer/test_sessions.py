@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.values.ids import AttemptId, TransferId, WorkerRef
-from common.values.request import PairingInfo
+from common.values.request import Fingerprint
 from common.wire.grpc_options import channel_options
 from common.wire.pb import handoff_pb2 as pb
 from common.wire.pb import handoff_pb2_grpc
@@ -22,9 +22,9 @@ from kvtransfer.events import (
 )
 from tests.kvtransfer.cluster import (
     DECODE,
+    FINGERPRINT,
     FIRST,
     NUM_TOKENS,
-    PAIRING,
     PREFILL,
     SOURCE_TABLE,
     TARGET_TABLE,
@@ -168,14 +168,14 @@ FIELDS = ["layers", "kv_heads", "head_dim", "dtype", "model", "weights", "rope",
 
 @pytest.mark.parametrize("name", FIELDS)
 async def test_a_worker_that_differs_in_one_field_is_refused_with_both_values(name: str) -> None:
-    theirs = PairingInfo(tuple(sorted({**dict(PAIRING.fields), name: "other"}.items())))
+    theirs = Fingerprint(tuple(sorted({**dict(FINGERPRINT.fields), name: "other"}.items())))
     async with pair(prefill_pairing=theirs) as cluster:
         transfer_id = await ship(cluster, "r1")
         assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
         reason = cluster.prefill.ended[transfer_id].reason
         assert reason.startswith(f"FAILED_PRECONDITION: {name}: ")
         assert "'other'" in reason
-        assert repr(dict(PAIRING.fields).get(name)) in reason
+        assert repr(dict(FINGERPRINT.fields).get(name)) in reason
         assert not any(isinstance(event, PeerReady) for event in cluster.decode.events)
 
 
@@ -185,7 +185,7 @@ async def test_a_worker_that_seals_otherwise_is_refused_with_both_values(digest:
         transfer_id = await ship(cluster, "r1")
         assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
         here, there = ("none", "aes-gcm") if digest else ("aes-gcm", "none")
-        expected = f"seal: '{here}' here, '{there}' there (setting `digest`)"
+        expected = f"encryption: '{here}' here, '{there}' there (setting `digest`)"
         assert cluster.prefill.ended[transfer_id].reason == expected
         assert not any(isinstance(event, PeerReady) for event in cluster.decode.events)
 
@@ -213,9 +213,9 @@ async def test_an_absent_decode_worker_ends_the_transfer() -> None:
         ([pb.ConnectRequest(open_link=pb.OpenLink(epoch="0" * 16))], grpc.StatusCode.INVALID_ARGUMENT),
         ([pb.ConnectRequest(hello=pb.SenderHello(worker_id="p"))], grpc.StatusCode.INVALID_ARGUMENT),
         ([pb.ConnectRequest()], grpc.StatusCode.INVALID_ARGUMENT),
-        ([wire.sender_hello(PREFILL, PAIRING), pb.ConnectRequest()], grpc.StatusCode.ABORTED),
+        ([wire.sender_hello(PREFILL, FINGERPRINT), pb.ConnectRequest()], grpc.StatusCode.ABORTED),
         (
-            [wire.sender_hello(PREFILL, PAIRING), pb.ConnectRequest(open_link=pb.OpenLink(epoch="../../x"))],
+            [wire.sender_hello(PREFILL, FINGERPRINT), pb.ConnectRequest(open_link=pb.OpenLink(epoch="../../x"))],
             grpc.StatusCode.ABORTED,
         ),
     ],
@@ -265,7 +265,7 @@ async def test_a_peer_that_connects_again_replaces_its_older_session() -> None:
         await check_works(cluster, "before")
         async with grpc.aio.insecure_channel(cluster.address, options=channel_options()) as channel:
             call = handoff_pb2_grpc.HandoffServiceStub(channel).Connect()
-            await call.write(wire.sender_hello(PREFILL, PAIRING))
+            await call.write(wire.sender_hello(PREFILL, FINGERPRINT))
             assert (await call.read()).HasField("hello")
             await cluster.wait_for(lambda: bool(cluster.prefill.lost))
             assert "connected again" in cluster.decode.lost[0].reason

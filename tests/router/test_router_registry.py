@@ -11,7 +11,7 @@ import pytest
 from common.cluster.leased_reports import LeasedReports
 from common.cluster.reports import LoadingWorker, RouterReport, loading_reports
 from common.values.config import ClusterConfig, RouterConfig
-from router.router_registry import Roll, own_report
+from router.router_registry import RouterRegistry, own_report
 from tests.redis_box import RedisBox, binaries, redis_box
 from tests.waiting import until
 
@@ -32,7 +32,7 @@ class Rig:
 
     def __init__(self, reports: LeasedReports, loading: LeasedReports, name: str) -> None:
         self.load = (True, 0, 0)
-        self.roll = Roll(reports, loading, own_report(name, "127.0.0.1", 8000, 50051, ""), lambda: self.load)
+        self.roll = RouterRegistry(reports, loading, own_report(name, "127.0.0.1", 8000, 50051, ""), lambda: self.load)
 
     async def sees(self, *names: str) -> None:
         """Return when it knows these routers and no other."""

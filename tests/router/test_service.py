@@ -16,7 +16,7 @@ from common.values.messages import Cancel, Drain, Prefill, Reserve, Role, Worker
 from router.core.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, Tokens
 from router.front.service_protocol import GenerationService
 from router.service import RouterService
-from tests.router.core.kit import BLOCK_SIZE, PAIRING, request
+from tests.router.core.kit import BLOCK_SIZE, FINGERPRINT, request
 from tests.router.fake_workers import expected_output
 from tests.router.grpc_worker import GrpcWorker, grpc_workers, idle_stats
 
@@ -140,7 +140,7 @@ async def test_the_index_steers_and_the_salt_separates() -> None:
     async with grpc_workers(index, "p0", "p1", "d0") as workers, running_service(index) as service:
         await until(lambda: len(service.state().workers) == 3)
         spec = request(num_tokens=64, cache_salt=b"tenant")
-        root = hash_root(dict(PAIRING.fields), BLOCK_SIZE, b"tenant")
+        root = hash_root(dict(FINGERPRINT.fields), BLOCK_SIZE, b"tenant")
         index.writer(workers["p1"].info.ref).publish(block_hashes(spec.token_ids, BLOCK_SIZE, root), ())
         accepted = (await run(service, spec))[0]
         assert isinstance(accepted, Accepted)

@@ -280,7 +280,7 @@ class SimCluster:
     def _look_up(self, router: Node, lookup: LookupPrefix) -> None:
         found: list[tuple[WorkerRef, int]] = []
         if self.is_index_up:
-            root = hash_root(dict(lookup.key.pairing.fields), lookup.key.block_size, lookup.cache_salt)
+            root = hash_root(dict(lookup.key.fingerprint.fields), lookup.key.block_size, lookup.cache_salt)
             hashes = block_hashes(lookup.token_ids, lookup.key.block_size, root)
             found = list(_now(self.index.longest_prefix(hashes, lookup.workers)).items())
         router.post(PrefixFound(lookup.attempt_id, lookup.key, tuple(found)))

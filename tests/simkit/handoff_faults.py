@@ -50,7 +50,7 @@ class HandoffFaults:
         world.net.break_session(*world.net.session(int(target)))
 
     def _corrupt(self, world: "HandoffWorld", target: str) -> None:
-        world.net.move(world, *world.net.session(int(target)), "not what the peer sealed")
+        world.net.move(world, *world.net.session(int(target)), "not what the peer encrypted")
 
     def _freeze(self, world: "HandoffWorld", target: str) -> None:
         world.net.frozen = target

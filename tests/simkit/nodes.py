@@ -10,7 +10,7 @@ from common.cluster.protocol import Registration
 from common.engine.kv.block_pool import BlockPool
 from common.values.ids import RouterId, WorkerRef
 from common.values.messages import Role, WorkerInfo, WorkerMessage, WorkerStats
-from common.values.request import PairingInfo
+from common.values.request import Fingerprint
 from decode_worker.core import DecodeCore, DecodeLimits
 from decode_worker.events import PublishBlocks as DecodePublishes
 from decode_worker.events import RunStep as DecodeRuns
@@ -30,7 +30,7 @@ from prefill_worker.events import StepFinished as PrefillStepFinished
 from tests.simkit.layered_engine import NUM_LAYERS, LayeredEngine
 from tests.simkit.virtual_time import VirtualTime
 
-PAIRING = PairingInfo((("model", "simulated"),))
+FINGERPRINT = Fingerprint((("model", "simulated"),))
 MAX_MODEL_LEN = 128
 LINK_TIMEOUT_S = 2.0
 SECONDS_PER_TOKEN = 0.002
@@ -121,7 +121,7 @@ class SimWorker(Node):
         self.slowness = 1.0
         self.failing_steps = 0
         self._rng = rng
-        fields = dict(PAIRING.fields)
+        fields = dict(FINGERPRINT.fields)
         core: AnyCore
         if role is Role.PREFILL:
             self.transfers: Any = SenderCore(planner, 1024, LINK_TIMEOUT_S)
@@ -139,7 +139,7 @@ class SimWorker(Node):
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=6,
             pid=0,
-            pairing=PAIRING,
+            fingerprint=FINGERPRINT,
             handoff_address=ref.worker_id if role is Role.DECODE else "",
         )
         self.index: InMemoryIndex

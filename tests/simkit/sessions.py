@@ -177,7 +177,7 @@ class Session:
         error = None
         if self.corruptions:
             self.corruptions -= 1
-            error, payload = "not what the peer sealed", [[value + 1 for value in row] for row in payload]
+            error, payload = "not what the peer encrypted", [[value + 1 for value in row] for row in payload]
         self.receiver_staging()[(self.sender.ref, effect.transfer_id, effect.chunk.seq)] = payload
         self.receiver.post(ChunkReceived(self.sender.ref, effect.transfer_id, effect.chunk.seq, error))
         self.sender.post(ChunkSent(effect.transfer_id, effect.chunk.seq))

@@ -5,7 +5,7 @@ from typing import Any
 
 from common.engine.kv.block_pool import BlockPool
 from common.values.messages import Role, WorkerInfo
-from common.values.request import PairingInfo
+from common.values.request import Fingerprint
 from common.worker.events import LayerComputed, RunStep, StepFinished
 from decode_worker.core import DecodeCore, DecodeLimits
 from prefill_worker.core import PrefillCore, PrefillLimits
@@ -43,7 +43,7 @@ class SmallProcess:
             max_model_len=NUM_BLOCKS * BLOCK_SIZE,
             max_num_seqs=2,
             pid=0,
-            pairing=PairingInfo(()),
+            fingerprint=Fingerprint(()),
             handoff_address=self.name,
         )
 

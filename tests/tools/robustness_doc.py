@@ -125,7 +125,7 @@ def _found(run: Mapping[str, Any]) -> Iterator[str]:
         if deaths:
             yield f"{len(deaths)} {role} deaths, {len(pauses)} requests placed again{in_words(pauses)}"
     if "blocks_leaked" in run:
-        yield f"{run['blocks_leaked']} blocks leaked, {len(run['holdings'])} holders left"
+        yield f"{run['blocks_leaked']} blocks leaked, {len(run['holders'])} holders left"
     if "replaced" in run:
         yield f"{len(run['replaced'])} workers replaced, the longest wait for a token {run['longest_wait_s']:.1f} s"
     yield f"{len(run['problems'])} problems"

@@ -95,7 +95,7 @@ class SenderHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
-    class PairingEntry(_message.Message):
+    class FingerprintEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         KEY_FIELD_NUMBER: _builtins.int
@@ -116,21 +116,21 @@ class SenderHello(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    PAIRING_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     @_builtins.property
-    def pairing(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
-        pairing: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "pairing", b"pairing", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -145,17 +145,17 @@ class ReceiverHello(_message.Message):
     STORE_HOST_FIELD_NUMBER: _builtins.int
     STORE_PORT_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
-    SEAL_KEY_FIELD_NUMBER: _builtins.int
-    SEAL_KIND_FIELD_NUMBER: _builtins.int
+    AEAD_KEY_FIELD_NUMBER: _builtins.int
+    AEAD_KIND_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     store_host: _builtins.str
     """Rendezvous store of the links (torch TCPStore), bound to this one address."""
     store_port: _builtins.int
     transport: _builtins.str
-    seal_key: _builtins.bytes
-    """The key of this session's chunks and how they are sealed: "aes-gcm", or "none". The sender must be set alike."""
-    seal_kind: _builtins.str
+    aead_key: _builtins.bytes
+    """The key of this session's chunks and how they are encrypted: "aes-gcm", or "none". The sender must be set alike."""
+    aead_kind: _builtins.str
     def __init__(
         self,
         *,
@@ -164,12 +164,12 @@ class ReceiverHello(_message.Message):
         store_host: _builtins.str = ...,
         store_port: _builtins.int = ...,
         transport: _builtins.str = ...,
-        seal_key: _builtins.bytes = ...,
-        seal_kind: _builtins.str = ...,
+        aead_key: _builtins.bytes = ...,
+        aead_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "seal_key", b"seal_key", "seal_kind", b"seal_kind", "store_host", b"store_host", "store_port", b"store_port", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aead_key", b"aead_key", "aead_kind", b"aead_kind", "incarnation", b"incarnation", "store_host", b"store_host", "store_port", b"store_port", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,7 +45,7 @@ class AuditResponse(_message.Message):
     CACHED_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
-    HOLDINGS_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
@@ -56,7 +56,7 @@ class AuditResponse(_message.Message):
     free: _builtins.int
     held: _builtins.int
     @_builtins.property
-    def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockHolder]: ...
     @_builtins.property
     def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Invariants of the worker's state that do not hold."""
@@ -72,19 +72,19 @@ class AuditResponse(_message.Message):
         cached: _builtins.int = ...,
         free: _builtins.int = ...,
         held: _builtins.int = ...,
-        holdings: _abc.Iterable[Global___Holding] | None = ...,
+        holders: _abc.Iterable[Global___BlockHolder] | None = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "held", b"held", "holdings", b"holdings", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "problems", b"problems", "role", b"role", "used", b"used", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "held", b"held", "holders", b"holders", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "problems", b"problems", "role", b"role", "used", b"used", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AuditResponse: _TypeAlias = AuditResponse  # noqa: Y015
 
 @_typing.final
-class Holding(_message.Message):
+class BlockHolder(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTEMPT_FIELD_NUMBER: _builtins.int
@@ -119,7 +119,7 @@ class Holding(_message.Message):
     _WhichOneofArgType__prefill_try: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_try) -> _WhichOneofReturnType__prefill_try | None: ...
 
-Global___Holding: _TypeAlias = Holding  # noqa: Y015
+Global___BlockHolder: _TypeAlias = BlockHolder  # noqa: Y015
 
 @_typing.final
 class ConnectRequest(_message.Message):
@@ -291,7 +291,7 @@ class WorkerHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
-    class PairingEntry(_message.Message):
+    class FingerprintEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         KEY_FIELD_NUMBER: _builtins.int
@@ -319,7 +319,7 @@ class WorkerHello(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
-    PAIRING_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     HANDOFF_ADDRESS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
@@ -334,7 +334,7 @@ class WorkerHello(_message.Message):
     handoff_address: _builtins.str
     device: _builtins.str
     @_builtins.property
-    def pairing(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+    def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Two workers pair only when every field is equal (model digest, dtype, layout, protocol version)."""
 
     def __init__(
@@ -349,13 +349,13 @@ class WorkerHello(_message.Message):
         max_model_len: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
         pid: _builtins.int = ...,
-        pairing: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         handoff_address: _builtins.str = ...,
         device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "handoff_address", b"handoff_address", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_name", b"model_name", "num_blocks", b"num_blocks", "pairing", b"pairing", "pid", b"pid", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "handoff_address", b"handoff_address", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,7 @@ _NO_METRICS = NullMetrics()
 class Connection(Protocol):
     """What is counted."""
 
-    def give_way(self) -> None:
+    def evict(self) -> None:
         """End, after what has been written."""
 
 
@@ -43,7 +43,7 @@ class Connections:
         if longest is connection:
             self._metrics.inc("pdserve_admission_rejections", reason="connections")
             return False
-        longest.give_way()
+        longest.evict()
         return True
 
     def begins(self, connection: Connection) -> None:

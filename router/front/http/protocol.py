@@ -84,9 +84,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()  # what is not read cannot end
         return True
 
-    def give_way(self) -> None:
+    def evict(self) -> None:
         """For a new connection; this one has no request."""
-        self.transport.give_way()  # type: ignore[attr-defined]
+        self.transport.evict()  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():

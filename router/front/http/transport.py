@@ -42,7 +42,7 @@ class GatheringTransport:
         self._written.clear()
         self._transport.abort()
 
-    def give_way(self) -> None:
+    def evict(self) -> None:
         """As `close`; when nothing is left to send, at once: a TLS client is not asked to agree."""
         self.flush()
         if self.num_unsent:

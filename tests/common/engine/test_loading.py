@@ -8,7 +8,7 @@ import torch
 
 from common.checkpoint import CheckpointError, open_checkpoint
 from common.engine.devices.cpu.native.ops import native_ops
-from common.engine.loading import LoadedModel, load_model, pairing_info, resolve_attention, resolve_dtype
+from common.engine.loading import LoadedModel, fingerprint_of, load_model, resolve_attention, resolve_dtype
 from common.values.config import ModelConfig, WorkerConfig
 from tests.tiny_model import TinyModel, write_tiny_model
 
@@ -46,7 +46,7 @@ def test_the_served_name_is_the_configured_one_or_the_directorys(tmp_path: Path)
 def test_weights_and_cache_have_the_chosen_dtype(tmp_path: Path) -> None:
     loaded = load(write_tiny_model(tmp_path / "m"), dtype="bfloat16", num_blocks=2)
     assert loaded.dtype == loaded.cache.data.dtype == torch.bfloat16
-    assert ("dtype", "bfloat16") in loaded.pairing.fields
+    assert ("dtype", "bfloat16") in loaded.fingerprint.fields
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("int8", torch.int8), ("fp8_e4m3", torch.float8_e4m3fn)])
@@ -58,7 +58,7 @@ def test_a_quantized_cache_holds_more_tokens_in_the_same_memory(tmp_path: Path, 
     assert quantized.cache.data.dtype == dtype
     assert quantized.cache.data.nbytes <= 1 << 20
     assert quantized.cache.num_slots > 1.75 * plain.cache.num_slots
-    assert ("kv_cache_dtype", str(dtype).removeprefix("torch.")) in quantized.pairing.fields
+    assert ("kv_cache_dtype", str(dtype).removeprefix("torch.")) in quantized.fingerprint.fields
 
 
 def test_auto_is_bfloat16_exactly_where_the_hardware_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,19 +81,19 @@ def test_auto_attention_needs_a_gpu_for_triton(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_copies_of_a_model_pair_and_every_difference_is_named(tmp_path: Path) -> None:
-    def pairing(name: str, model: TinyModel, *dtypes: torch.dtype) -> Any:
+    def fingerprint(name: str, model: TinyModel, *dtypes: torch.dtype) -> Any:
         of_model, of_cache = dtypes or (torch.float32, torch.float32)
-        return pairing_info(open_checkpoint(write_tiny_model(tmp_path / name, model)), of_model, of_cache)
+        return fingerprint_of(open_checkpoint(write_tiny_model(tmp_path / name, model)), of_model, of_cache)
 
-    base = pairing("a", TinyModel())
-    assert base.mismatches(pairing("b", TinyModel())) == []
-    changed = pairing("c", TinyModel(), torch.bfloat16, torch.float32)
+    base = fingerprint("a", TinyModel())
+    assert base.mismatches(fingerprint("b", TinyModel())) == []
+    changed = fingerprint("c", TinyModel(), torch.bfloat16, torch.float32)
     assert [mismatch.split(":")[0] for mismatch in base.mismatches(changed)] == ["dtype"]
-    changed = pairing("f", TinyModel(), torch.float32, torch.int8)
+    changed = fingerprint("f", TinyModel(), torch.float32, torch.int8)
     assert [mismatch.split(":")[0] for mismatch in base.mismatches(changed)] == ["kv_cache_dtype"]
-    names = [mismatch.split(":")[0] for mismatch in base.mismatches(pairing("d", TinyModel(num_kv_heads=4)))]
+    names = [mismatch.split(":")[0] for mismatch in base.mismatches(fingerprint("d", TinyModel(num_kv_heads=4)))]
     assert names == ["model", "num_kv_heads"]
-    assert base.mismatches(pairing("e", TinyModel(seed=1))) != []
+    assert base.mismatches(fingerprint("e", TinyModel(seed=1))) != []
 
 
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
@@ -107,6 +107,6 @@ def test_weights_of_fewer_bits_pair_with_their_like_only(tmp_path: Path) -> None
         pytest.skip("no C++ compiler, or no AVX512-BF16")
     path = write_tiny_model(tmp_path / "m")
     plain, fewer = (load(path, dtype="bfloat16", num_blocks=2, quantization=kind) for kind in ("none", "int8"))
-    assert [one.split(":")[0] for one in plain.pairing.mismatches(fewer.pairing)] == ["quantization"]
+    assert [one.split(":")[0] for one in plain.fingerprint.mismatches(fewer.fingerprint)] == ["quantization"]
     with pytest.raises(CheckpointError, match="needs bfloat16"):
         load(path, dtype="float32", num_blocks=2, quantization="int8")

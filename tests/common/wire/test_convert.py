@@ -30,9 +30,9 @@ from common.values.messages import (
 )
 from common.values.request import (
     ChunkTiming,
+    Fingerprint,
     FinishReason,
     KvChunkTiming,
-    PairingInfo,
     SampledToken,
     SamplingParams,
     TokenEvent,
@@ -93,7 +93,7 @@ WORKER_MESSAGES: list[WorkerMessage] = [
         max_model_len=512,
         max_num_seqs=8,
         pid=4242,
-        pairing=PairingInfo((("dtype", "float32"), ("model", "abc"))),
+        fingerprint=Fingerprint((("dtype", "float32"), ("model", "abc"))),
         handoff_address="127.0.0.1:1234",
         device="cuda:0",
     ),

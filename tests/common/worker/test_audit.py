@@ -2,12 +2,12 @@
 
 from common.engine.kv.block_pool import BlockPool, PoolStats, RefKind
 from common.values.ids import AttemptId, RequestId, WorkerRef
-from common.values.messages import Holding, Role, WorkerInfo
-from common.values.request import PairingInfo
+from common.values.messages import BlockHolder, Role, WorkerInfo
+from common.values.request import Fingerprint
 from common.worker.audit import Audit, audit, audit_from_pb, audit_to_pb
 
 ATTEMPT = AttemptId(RequestId("r"), 1)
-INFO = WorkerInfo(WorkerRef("d0", "a"), Role.DECODE, "m", 16, 8, 128, 4, 1, PairingInfo(()), "h:1")
+INFO = WorkerInfo(WorkerRef("d0", "a"), Role.DECODE, "m", 16, 8, 128, 4, 1, Fingerprint(()), "h:1")
 
 
 class Core:
@@ -19,8 +19,8 @@ class Core:
     def check_invariants(self) -> None:
         assert not self._problem, self._problem
 
-    def holdings(self, now_s: float) -> list[Holding]:
-        return [Holding(ATTEMPT, "reserved", 3, now_s - 1.0, 9.0 - now_s)]
+    def holders(self, now_s: float) -> list[BlockHolder]:
+        return [BlockHolder(ATTEMPT, "reserved", 3, now_s - 1.0, 9.0 - now_s)]
 
 
 def pool() -> BlockPool:
@@ -31,8 +31,8 @@ def pool() -> BlockPool:
 
 def test_an_audit_says_who_holds_what_and_for_how_long() -> None:
     found = audit(INFO, pool(), Core(), 5.0)
-    holding = Holding(ATTEMPT, "reserved", 3, 4.0, 4.0)
-    assert found == Audit(INFO.ref, Role.DECODE, PoolStats(8, 0, 0, 5, 3), (holding,), ())
+    holder = BlockHolder(ATTEMPT, "reserved", 3, 4.0, 4.0)
+    assert found == Audit(INFO.ref, Role.DECODE, PoolStats(8, 0, 0, 5, 3), (holder,), ())
 
 
 def test_an_invariant_that_does_not_hold_is_reported_and_not_raised() -> None:
@@ -41,6 +41,6 @@ def test_an_invariant_that_does_not_hold_is_reported_and_not_raised() -> None:
 
 
 def test_an_audit_survives_the_wire() -> None:
-    holdings = (Holding(ATTEMPT, "ending", 2, 1.5, -3.25, prefill_try=0), Holding(ATTEMPT, "ready", 1, 0.5, 2.0))
-    found = Audit(INFO.ref, Role.PREFILL, PoolStats(8, 2, 1, 4, 1), holdings, ("x", "y"))
+    holders = (BlockHolder(ATTEMPT, "ending", 2, 1.5, -3.25, prefill_try=0), BlockHolder(ATTEMPT, "ready", 1, 0.5, 2.0))
+    found = Audit(INFO.ref, Role.PREFILL, PoolStats(8, 2, 1, 4, 1), holders, ("x", "y"))
     assert audit_from_pb(audit_to_pb(found)) == found

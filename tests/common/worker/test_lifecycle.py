@@ -17,7 +17,7 @@ from common.values.ids import BlockHash, RouterId
 from common.values.messages import WorkerInfo, WorkerStats
 from common.worker.audit import Audit
 from common.worker.control import RoleChangeFailed, WorkerControl
-from common.worker.lifecycle import Surroundings, run_worker
+from common.worker.lifecycle import WorkerContext, run_worker
 from common.worker.watchdog import StepWedged
 from tests.tiny_model import write_tiny_model
 from tests.waiting import until
@@ -38,7 +38,7 @@ def config_of(model: Path, role: str = "prefill", **settings: Any) -> WorkerConf
 class FakeRole:
     """Drains at once unless it `is_busy`; notes what is done to it."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: WorkerContext) -> None:
         self.around = around
         self.drained = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -111,7 +111,7 @@ class Rig:
         assert holds(), self.task.exception()
 
 
-Build = Callable[[Surroundings], FakeRole]
+Build = Callable[[WorkerContext], FakeRole]
 
 
 @asynccontextmanager
@@ -120,7 +120,7 @@ async def running(config: WorkerConfig, build: Build = FakeRole) -> AsyncIterato
     control = WorkerControl(asyncio.get_running_loop(), ready.append)
     roles: list[FakeRole] = []
 
-    def build_noted(around: Surroundings) -> FakeRole:
+    def build_noted(around: WorkerContext) -> FakeRole:
         roles.append(build(around))
         return roles[-1]
 
@@ -222,7 +222,7 @@ async def test_one_change_at_a_time_and_none_of_a_worker_that_ends(model: Path) 
 
 
 async def test_a_role_that_cannot_be_built_ends_the_worker_and_tells_who_asked(model: Path) -> None:
-    def build(around: Surroundings) -> FakeRole:
+    def build(around: WorkerContext) -> FakeRole:
         if around.config.role == "decode":
             raise MemoryError("no room")
         return FakeRole(around)

@@ -10,9 +10,9 @@ import pytest
 from common.engine.kv.block_pool import PoolStats
 from common.values.ids import AttemptId, RequestId, RouterId, WorkerRef
 from common.values.messages import (
+    BlockHolder,
     Cancel,
     Granted,
-    Holding,
     Role,
     RouterHello,
     RouterMessage,
@@ -20,7 +20,7 @@ from common.values.messages import (
     WorkerMessage,
     WorkerStats,
 )
-from common.values.request import PairingInfo
+from common.values.request import Fingerprint
 from common.wire.batch import MAX_BATCHED, router_messages_to_pb, worker_messages_from_pb
 from common.wire.convert import router_message_to_pb, worker_message_from_pb
 from common.wire.grpc_options import channel_options, server_options
@@ -32,7 +32,7 @@ from common.worker.router_streams import RouterStreams
 ROUTER = RouterId("router-0")
 ATTEMPT = AttemptId(RequestId("r"), 0)
 INFO = WorkerInfo(
-    WorkerRef("decode-0", "ab"), Role.DECODE, "m", 16, 8, 128, 4, 1, PairingInfo((("dtype", "float32"),)), "h:1"
+    WorkerRef("decode-0", "ab"), Role.DECODE, "m", 16, 8, 128, 4, 1, Fingerprint((("dtype", "float32"),)), "h:1"
 )
 
 
@@ -179,7 +179,7 @@ async def test_a_router_that_does_not_read_is_cut_off(monkeypatch: pytest.Monkey
 
 async def test_a_worker_says_who_holds_its_blocks() -> None:
     async with serving() as (recorder, channel):
-        found = Audit(INFO.ref, INFO.role, PoolStats(8, 1, 2, 3, 2), (Holding(ATTEMPT, "ready", 1, 2.0, 3.0),), ())
+        found = Audit(INFO.ref, INFO.role, PoolStats(8, 1, 2, 3, 2), (BlockHolder(ATTEMPT, "ready", 1, 2.0, 3.0),), ())
         recorder.audit = found
         answer = await worker_pb2_grpc.WorkerServiceStub(channel).Audit(worker_pb2.AuditRequest(), timeout=60)
         assert audit_from_pb(answer) == found

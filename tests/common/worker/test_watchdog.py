@@ -4,20 +4,20 @@ import pytest
 
 from common.values.messages import WorkerState
 from common.worker import watchdog
-from common.worker.watchdog import LEASES, Pulse, StepWedged, until_over
+from common.worker.watchdog import LEASES, StepWedged, Watchdog, until_over
 
 
 def test_a_pulse_that_was_late_by_less_than_the_limit_is_well() -> None:
-    pulse = Pulse(lease_s=3.0, now_s=100.0)
-    assert pulse.beat(100.25) == 0.0
-    assert pulse.beat(100.25 + LEASES * 3.0) == 0.0
-    assert pulse.beat(106.5) == 0.0
+    watchdog = Watchdog(lease_s=3.0, now_s=100.0)
+    assert watchdog.beat(100.25) == 0.0
+    assert watchdog.beat(100.25 + LEASES * 3.0) == 0.0
+    assert watchdog.beat(106.5) == 0.0
 
 
 def test_standing_still_beyond_the_limit_is_told_once_with_its_length() -> None:
-    pulse = Pulse(lease_s=3.0, now_s=100.0)
-    assert pulse.beat(106.5) == 6.5
-    assert pulse.beat(106.75) == 0.0
+    watchdog = Watchdog(lease_s=3.0, now_s=100.0)
+    assert watchdog.beat(106.5) == 6.5
+    assert watchdog.beat(106.75) == 0.0
 
 
 async def test_a_worker_that_is_unhealthy_is_wedged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,13 @@ import pytest
 from common.engine.kv.block_pool import PoolStats
 from common.tls.identity import Component, Identity
 from common.values.ids import AttemptId, RequestId, WorkerRef
-from common.values.messages import Holding, Role
+from common.values.messages import BlockHolder, Role
 from common.wire.pb import worker_pb2, worker_pb2_grpc
 from common.worker.audit import Audit, audit_to_pb
 from deploy.cli.audit import OVERDUE_S, Finding, ask, lines_of, problems_of, run_audit
 from deploy.client.admin import AdminClient
 
-HOLDING = Holding(AttemptId(RequestId("r1"), 0), "computed", 3, 2.0, 8.0, prefill_try=1)
+HOLDING = BlockHolder(AttemptId(RequestId("r1"), 0), "computed", 3, 2.0, 8.0, prefill_try=1)
 GOOD = Audit(WorkerRef("prefill-0", "a"), Role.PREFILL, PoolStats(16, 0, 4, 9, 3), (HOLDING,), ())
 
 
@@ -65,7 +65,7 @@ def test_json_has_everything(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         assert audited(monkeypatch, address, as_json=True) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["blocks"] == {"total": 16, "free": 9, "cached": 4, "held": 3, "used": 0}
-    assert found["holdings"][0]["request_id"] == "r1"
+    assert found["holders"][0]["request_id"] == "r1"
     assert found["problems"] == []
 
 
@@ -83,9 +83,9 @@ def test_one_worker_that_is_wrong_or_away_makes_the_exit_code_1(
     ("found", "problem"),
     [
         (replace(GOOD, pool=PoolStats(16, 0, 4, 8, 3)), "8 free + 4 cached + 3 held + 0 used != 16"),
-        (replace(GOOD, holdings=()), "3 blocks are used or held, and nobody says for what"),
+        (replace(GOOD, holders=()), "3 blocks are used or held, and nobody says for what"),
         (
-            replace(GOOD, holdings=(replace(HOLDING, time_left_s=-OVERDUE_S - 5),)),
+            replace(GOOD, holders=(replace(HOLDING, time_left_s=-OVERDUE_S - 5),)),
             "r1/0 try 1 holds 3 blocks 20 s past its deadline",
         ),
     ],
@@ -95,7 +95,7 @@ def test_what_is_wrong_is_named(found: Audit, problem: str) -> None:
 
 
 def test_what_is_a_little_late_waits_for_a_step_or_a_transfer() -> None:
-    late = replace(GOOD, holdings=(replace(HOLDING, time_left_s=-OVERDUE_S / 2),))
+    late = replace(GOOD, holders=(replace(HOLDING, time_left_s=-OVERDUE_S / 2),))
     assert list(problems_of(late)) == []
 
 

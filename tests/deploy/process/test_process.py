@@ -75,7 +75,7 @@ def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_guardian_ends_everything_of_a_session_whose_owner_is_killed(number: signal.Signals) -> None:
-    """1. the owner is killed; 2. its child, its stray grandchild, its directory and the guardian itself are gone."""
+    """1. the owner is killed; 2. its child, its stray grandchild, its directory and the reaper itself are gone."""
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     name, directory, child_pid, stray_pid = owner.stdout.readline().split()

@@ -11,7 +11,7 @@ import torch
 
 from common.values.config import ModelConfig, WorkerConfig
 from common.worker.control import WorkerControl
-from common.worker.lifecycle import Build, Surroundings, run_worker
+from common.worker.lifecycle import Build, WorkerContext, run_worker
 from common.worker.role import RoleShell
 from deploy.worker.roles import build_of
 from tests.tiny_model import write_tiny_model
@@ -40,7 +40,7 @@ async def test_each_role_gives_up_the_memory_of_its_kv_cache_to_the_next(model: 
     control = WorkerControl(asyncio.get_running_loop(), ready.append)
 
     def noting(role: str) -> Build:
-        def build(around: Surroundings) -> RoleShell:
+        def build(around: WorkerContext) -> RoleShell:
             rows = around.loaded.cache.data.view(torch.uint8).flatten().fill_(1)
             seen.append(rows.numpy())
             shell = build_of(role)(around)

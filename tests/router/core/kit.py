@@ -19,7 +19,7 @@ from common.values.messages import (
     WorkerMessage,
     WorkerStats,
 )
-from common.values.request import ChunkTiming, FinishReason, PairingInfo, SampledToken, SamplingParams, TokenEvent
+from common.values.request import ChunkTiming, Fingerprint, FinishReason, SampledToken, SamplingParams, TokenEvent
 from router.core.core import RouterCore
 from router.core.events import (
     Deliver,
@@ -37,13 +37,13 @@ from router.core.events import (
 from router.core.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, Tokens
 from router.core.router_limits import RouterLimits
 
-PAIRING = PairingInfo((("dtype", "float32"), ("model", "tiny")))
+FINGERPRINT = Fingerprint((("dtype", "float32"), ("model", "tiny")))
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 
 
 def worker_info(
-    worker_id: str, incarnation: str = "1", *, pairing: PairingInfo = PAIRING, num_blocks: int = NUM_BLOCKS
+    worker_id: str, incarnation: str = "1", *, fingerprint: Fingerprint = FINGERPRINT, num_blocks: int = NUM_BLOCKS
 ) -> WorkerInfo:
     """A worker whose id starts with its role's letter: p0, d1."""
     role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
@@ -56,7 +56,7 @@ def worker_info(
         max_model_len=512,
         max_num_seqs=8,
         pid=1,
-        pairing=pairing,
+        fingerprint=fingerprint,
         handoff_address=f"{worker_id}:9" if role is Role.DECODE else "",
     )
 

@@ -6,7 +6,7 @@ import pytest
 
 from common.values.errors import DeadlineExceeded, InvalidRequest, NoReadyPair, Overloaded, RequestCancelled
 from common.values.messages import Cancel, Drain, FirstTokens, Granted, Prefill, Reserve, WorkerState
-from common.values.request import FinishReason, PairingInfo
+from common.values.request import Fingerprint, FinishReason
 from router.core.events import DrainRequested, EndRequested, WorkerLost, WorkersListed
 from router.core.router_limits import RouterLimits
 from tests.router.core.kit import Driver, ref, request, token, worker_info
@@ -194,16 +194,16 @@ def test_request_waits_a_while_when_the_last_pair_was_lost_just_now() -> None:
 
 def test_workers_that_may_not_pair_are_no_pair() -> None:
     driver = Driver("p0")
-    driver.connect(worker_info("d0", pairing=PairingInfo((("dtype", "bfloat16"), ("model", "tiny")))))
+    driver.connect(worker_info("d0", fingerprint=Fingerprint((("dtype", "bfloat16"), ("model", "tiny")))))
     driver.submit(request())
     driver.advance(0.001)
     assert isinstance(driver.error(), NoReadyPair)
 
 
 def test_prefill_goes_only_to_a_worker_that_pairs_with_the_granting_one() -> None:
-    other = PairingInfo((("dtype", "bfloat16"), ("model", "tiny")))
+    other = Fingerprint((("dtype", "bfloat16"), ("model", "tiny")))
     driver = Driver("p0", "d0")
-    driver.connect(worker_info("p1", pairing=other))
+    driver.connect(worker_info("p1", fingerprint=other))
     for idx in range(4):
         driver.submit(request(f"r{idx}"))
         driver.grant("d0")

@@ -14,13 +14,13 @@ from common.values.messages import (
     TokenBatch,
     TransferFailed,
 )
-from common.values.request import FinishReason, PairingInfo
+from common.values.request import Fingerprint, FinishReason
 from router.core.events import DropWorker, EndRequested, NoteRetry, RequestSubmitted
 from router.core.generation import Finished
 from router.core.router_limits import RouterLimits
 from tests.router.core.kit import Driver, lose, ref, request, token, worker_info
 
-OTHER_WEIGHTS = PairingInfo((("dtype", "float32"), ("model", "other")))
+OTHER_WEIGHTS = Fingerprint((("dtype", "float32"), ("model", "other")))
 
 # ---- decode worker lost ---------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def test_an_answer_is_gone_on_with_by_the_weights_that_began_it() -> None:
     driver = Driver("p0", "d0")
     driver.to_decoding(request("a", max_tokens=12), decode="d0")
     for worker_id in ("p1", "d1"):
-        driver.connect(worker_info(worker_id, pairing=OTHER_WEIGHTS))
+        driver.connect(worker_info(worker_id, fingerprint=OTHER_WEIGHTS))
     lose(driver, "d0")
     assert driver.take("d1") == []
     driver.to_decoding(request("b", max_tokens=12), prefill="p1", decode="d1")

@@ -126,7 +126,7 @@ class Counted:
     def __init__(self) -> None:
         self.has_given_way = False
 
-    def give_way(self) -> None:
+    def evict(self) -> None:
         self.has_given_way = True
 
 

@@ -57,7 +57,7 @@ async def test_giving_way_waits_for_nothing_but_what_is_still_to_be_sent() -> No
         recorder, transport = made()
         recorder.num_unsent = num_unsent
         transport.write(b"last")
-        transport.give_way()
+        transport.evict()
         assert recorder.calls == [b"last", ending]
 
 

@@ -2,14 +2,14 @@
 
 from common.values.ids import WorkerRef
 from common.values.messages import Role, WorkerInfo
-from common.values.request import PairingInfo
+from common.values.request import Fingerprint
 from router.core.events import WorkerConnected, WorkerLost, WorkersListed
 from router.observe.event_log import EventLog, LoggedEvent
 
 REF = WorkerRef("prefill-0", "aa")
 INFO = WorkerInfo(
     ref=REF, role=Role.PREFILL, model_name="tiny", block_size=16, num_blocks=8, max_model_len=512, max_num_seqs=4,
-    pid=7, pairing=PairingInfo(()),
+    pid=7, fingerprint=Fingerprint(()),
 )  # fmt: skip
 
 

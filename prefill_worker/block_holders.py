@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable
 
-from common.values.messages import Holding
+from common.values.messages import BlockHolder
 from prefill_worker.request import PrefillRequest
 
 
-def holdings_of(requests: Iterable[PrefillRequest], now_s: float) -> list[Holding]:
+def holders_of(requests: Iterable[PrefillRequest], now_s: float) -> list[BlockHolder]:
     """Every request that has blocks."""
     return [
-        Holding(
+        BlockHolder(
             request.work.attempt_id,
             str(request.phase),
             len(request.block_table),

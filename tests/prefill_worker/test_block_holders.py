@@ -7,13 +7,13 @@ from tests.prefill_worker.harness import Bench, prompt
 def test_holdings_follow_a_request_from_its_blocks_to_their_release() -> None:
     bench = Bench()
     bench.prefill(prompt("a", tokens(20)))
-    (running,) = bench.core.holdings(bench.now_s)
+    (running,) = bench.core.holders(bench.now_s)
     assert (running.attempt_id, running.phase, running.prefill_try) == (attempt("a"), "running", 0)
     assert running.num_blocks == bench.pool.num_blocks_for(20)
     bench.run_all()
-    (computed,) = bench.core.holdings(bench.now_s)
+    (computed,) = bench.core.holders(bench.now_s)
     assert computed.phase == "computed"
     assert computed.age_s > 0
     assert computed.time_left_s < running.time_left_s
     bench.acknowledge("a")
-    assert bench.core.holdings(bench.now_s) == []
+    assert bench.core.holders(bench.now_s) == []

@@ -17,7 +17,7 @@ FIRST_CHUNK = 32
 _LEAST_SHARE = 0.1
 
 
-class Pace:
+class ChunkBudget:
     """Speeds of a decode worker, smoothed. `gap_budget_s` = 0: steps are as large as `max_num_tokens` allows."""
 
     def __init__(self, gap_budget_s: float, max_num_tokens: int) -> None:
