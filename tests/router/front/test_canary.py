@@ -15,9 +15,8 @@ from common.telemetry.metrics import Metrics
 from common.values.errors import Overloaded, WorkerFailed
 from common.wire.pb import generation_pb2 as pb
 from router.core.generation import GenerationRequest
-from tests.router.front import grpc_rig, http_rig
-from tests.router.front.grpc_rig import GrpcRig, details_of
-from tests.router.front.http_rig import HttpRig, ids
+from tests.router.front.grpc_rig import GrpcRig, details_of, grpc_rig
+from tests.router.front.http_rig import HttpRig, http_rig, ids
 from tests.router.front.keys_for_tests import ACME, access, bearer, key_file
 from tests.router.front.raw_http import exchange
 from tests.router.front.scripted_service import ScriptedService, accepted, answer, failing, tokens

@@ -16,9 +16,8 @@ from router.core.generation import GenerationRequest
 from router.front.grpc.server import SERVICE_NAME, GrpcServer
 from router.front.ports import PortInUse
 from router.front.service_protocol import Readiness
-from tests.router.front import grpc_rig, http_rig
-from tests.router.front.grpc_rig import details_of, finishes_of, text_of
-from tests.router.front.http_rig import build_frontend, ids, in_flight, open_access
+from tests.router.front.grpc_rig import details_of, finishes_of, grpc_rig, text_of
+from tests.router.front.http_rig import build_frontend, http_rig, ids, in_flight, open_access
 from tests.router.front.scripted_service import Pause, Script, ScriptedService, accepted, always, failing, tokens
 from tests.router.text.tokenizers_for_tests import BOS_ID, IM_END_ID
 

@@ -175,7 +175,7 @@ def test_a_file_without_tenants_lets_nobody_in() -> None:
 
 def test_hashes_that_begin_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     digests = {b"one": b"\x00" * 8 + b"1" * 24, b"two": b"\x00" * 8 + b"2" * 24, b"no": b"\x00" * 8 + b"3" * 24}
-    monkeypatch.setattr("router.tenants.hash_of", digests.__getitem__)
+    monkeypatch.setattr("router.tenants.tenants.hash_of", digests.__getitem__)
     lines = {name: [f"sha256:{digests[name.encode()].hex()}"] for name in ("one", "two")}
     tenants = tenants_of(file_of(**{name: {"keys": keys} for name, keys in lines.items()}))
     assert [tenants.of(name).name for name in (b"one", b"two")] == ["one", "two"]

@@ -1,4 +1,4 @@
-"""What the front-end tests share."""
+"""What the tests of fronts and text share."""
 
 from pathlib import Path
 
