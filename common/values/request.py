@@ -58,7 +58,8 @@ class Work:
     `token_ids` is the prompt plus the output tokens that the client already has (a replay), so
     `len(token_ids) - num_prompt_tokens` output tokens exist before the worker samples its first.
     `choices` are the choice indices to generate; more than one only when no output exists yet.
-    `cache_salt` separates tenants in the prefix cache. `deadline_s` is the time left when sent.
+    `cache_salt` separates tenants in the prefix cache. `deadline_s` is the time left when sent. Waiting work is shared
+    out fairly between `tenant`s, an opaque word; empty without API keys.
     """
 
     attempt_id: AttemptId
@@ -69,6 +70,7 @@ class Work:
     priority: int = 0  # lower runs earlier
     cache_salt: bytes = b""
     deadline_s: float = 600.0
+    tenant: str = ""
 
     @property
     def num_output_tokens(self) -> int:

@@ -32,6 +32,7 @@ def work_to_pb(work: Work) -> pb.Work:
         priority=work.priority,
         cache_salt=work.cache_salt,
         deadline_s=work.deadline_s,
+        tenant=work.tenant,
     )
 
 
@@ -46,6 +47,7 @@ def work_from_pb(work: pb.Work) -> Work:
         priority=work.priority,
         cache_salt=work.cache_salt,
         deadline_s=work.deadline_s,
+        tenant=work.tenant,
     )
 
 

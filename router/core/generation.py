@@ -25,6 +25,7 @@ class GenerationRequest:
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
     force_colocated: bool = False
+    tenant: str = ""  # waiting work is shared out fairly between tenants; an opaque word
     trace_parent: str = ""  # W3C traceparent, as the client sent it
 
 

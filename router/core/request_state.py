@@ -188,6 +188,7 @@ class Request:
             priority=self.spec.priority,
             cache_salt=self.spec.cache_salt,
             deadline_s=max(0.0, self.deadline_s - now_s),
+            tenant=self.spec.tenant,
         )
 
     def dispatched(self, attempt: Attempt, now_s: float) -> None:

@@ -81,6 +81,7 @@ class Validator:
             num_choices=check.integer("n", spec.num_choices, 1, limits.MAX_CHOICES),
             priority=check.integer("priority", spec.routing.priority, tenant.min_priority, 100),
             cache_salt=tenant.cache_salt(check.cache_salt()),
+            tenant=tenant.name,
             deadline_s=check.deadline_s(self._default_deadline_s),
             prefill_worker_id=check.worker_id("prefill_worker_id", spec.routing.prefill_worker_id),
             decode_worker_id=check.worker_id("decode_worker_id", spec.routing.decode_worker_id),

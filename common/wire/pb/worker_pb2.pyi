@@ -482,6 +482,7 @@ class Work(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """uint32 each, little-endian: a list of numbers would be copied one by one, on both sides."""
     num_prompt_tokens: _builtins.int
@@ -489,6 +490,8 @@ class Work(_message.Message):
     cache_salt: _builtins.bytes
     deadline_s: _builtins.float
     """Time left when the message was sent: clocks of two hosts are never compared."""
+    tenant: _builtins.str
+    """Whose request it is: waiting work is shared out fairly between tenants. Empty without API keys."""
     @_builtins.property
     def attempt_id(self) -> Global___AttemptId: ...
     @_builtins.property
@@ -506,10 +509,11 @@ class Work(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.bytes = ...,
         deadline_s: _builtins.float = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_s", b"deadline_s", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_s", b"deadline_s", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

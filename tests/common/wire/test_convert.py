@@ -69,6 +69,7 @@ WORK = Work(
     priority=-5,
     cache_salt=b"\x00tenant",
     deadline_s=12.5,
+    tenant="acme",
 )
 KV_CHUNK = KvChunkTiming(0.25, 0, 4, 64)
 TOKENS = (

@@ -141,6 +141,15 @@ def test_workers_hear_the_time_that_is_left() -> None:
     assert prefill.work.deadline_s == pytest.approx(6.0)
 
 
+def test_workers_hear_whose_request_it_is() -> None:
+    driver = Driver("p0", "d0")
+    driver.submit(request(tenant="acme"))
+    driver.grant("d0")
+    prefill = driver.take_one("p0")
+    assert isinstance(prefill, Prefill)
+    assert prefill.work.tenant == "acme"
+
+
 def test_client_that_leaves_frees_both_workers_once() -> None:
     driver = Driver("p0", "d0")
     driver.submit(request())

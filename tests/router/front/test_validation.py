@@ -82,6 +82,12 @@ def test_a_seed_is_drawn_when_none_is_stated() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+def test_the_core_hears_whose_request_it_is() -> None:
+    spec = RequestSpec("", TextPrompt("x"))
+    request = Validator(MODEL, 10.0, random.Random(1)).validate(spec, [65], RequestId("r"), Tenant("acme"))
+    assert request.generation.tenant == "acme"
+
+
 def test_the_models_advice_applies_where_the_client_says_nothing() -> None:
     advice = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "max_new_tokens": 7}
     model = dataclasses.replace(MODEL, generation_defaults=advice)
