@@ -65,7 +65,7 @@ class Sequence:
             sequence_id=self.sequence_id,
             token_ids=tuple(self.token_ids[self.num_computed : end]),
             start=self.num_computed,
-            block_table=self.block_table,
+            block_tables=(self.block_table,),
             samples=tuple(sample_spec(self.work, c, self.token_ids) for c in self.choices) if is_last else (),
         )
 

@@ -193,6 +193,6 @@ def _scheduled_sequence(request: PrefillRequest) -> ScheduledSequence:
         sequence_id=request.sequence_id,
         token_ids=work.token_ids[start:end],
         start=start,
-        block_table=request.block_table,
+        block_tables=(request.block_table,),
         samples=tuple(sample_spec(work, choice, work.token_ids) for choice in work.choices) if is_last else (),
     )

@@ -89,7 +89,7 @@ def step_plan(work: Work, params: SamplingParams = GREEDY) -> StepPlan:
     width = -(-(start + work.new) // BLOCK_SIZE)
     sequences = [
         ScheduledSequence(
-            seq, (17,) * work.new, start, tuple(range(seq * width, (seq + 1) * width)), (SampleSpec(0, 3, params),)
+            seq, (17,) * work.new, start, (tuple(range(seq * width, (seq + 1) * width)),), (SampleSpec(0, 3, params),)
         )
         for seq in range(work.batch)
     ]

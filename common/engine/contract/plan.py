@@ -31,15 +31,22 @@ class ScheduledSequence:
     """A run of consecutive tokens of one sequence.
 
     `token_ids[i]` stands at position `start + i`; the KV of positions < `start` is in place.
-    `block_table[j]` is the block of positions [j * block_size, (j + 1) * block_size) and covers every
-    position up to `start + len(token_ids)`. No samples = a prefill chunk that does not end the prompt.
+    `block_tables` has one table per group of the model's `KVSpec`: its entry j is the block of positions
+    [j * block_size, (j + 1) * block_size), and it covers every position up to `start + len(token_ids)`.
+    No samples = a prefill chunk that does not end the prompt.
     """
 
     sequence_id: int
     token_ids: tuple[int, ...]
     start: int
-    block_table: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
     samples: tuple[SampleSpec, ...] = ()
+
+    @property
+    def block_table(self) -> tuple[int, ...]:
+        """That of a model whose layers are all in one group."""
+        (block_table,) = self.block_tables
+        return block_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class Generation:
         history = tuple(self.token_ids) if self.params.has_penalties else ()
         spec = SampleSpec(self.choice_idx, len(self.tokens), self.params, len(self.prompt), history)
         samples = (spec,) if reaches_end else ()
-        scheduled = ScheduledSequence(sequence_id, tuple(new), self.num_done, self.block_table, samples)
+        scheduled = ScheduledSequence(sequence_id, tuple(new), self.num_done, (self.block_table,), samples)
         self.num_done += len(new)
         return scheduled
 

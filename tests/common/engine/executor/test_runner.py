@@ -91,8 +91,8 @@ def test_several_samples_of_one_sequence_are_the_choices_first_tokens(loaded: Lo
     choices = (0, 1, 2, 5)
     specs = tuple(SampleSpec(choice, 0, SEEDED) for choice in choices)
     sequences = (
-        ScheduledSequence(1, tuple(PROMPTS[2]), 0, (9, 3, 20, 1, 2), specs),
-        ScheduledSequence(2, tuple(PROMPTS[0]), 0, (4,), (SampleSpec(0, 0, GREEDY),)),
+        ScheduledSequence(1, tuple(PROMPTS[2]), 0, ((9, 3, 20, 1, 2),), specs),
+        ScheduledSequence(2, tuple(PROMPTS[0]), 0, ((4,),), (SampleSpec(0, 0, GREEDY),)),
     )
     first, second = loaded.runner.run(StepPlan(0, sequences)).results
     expected = generate(model_path, PROMPTS[2], SEEDED, choices)
@@ -106,7 +106,7 @@ def test_a_forked_sequence_goes_on_in_copied_blocks(loaded: LoadedModel, model_p
     """
     prompt = PROMPTS[2][:12]
     specs = tuple(SampleSpec(choice, 0, SEEDED) for choice in (0, 1))
-    (first,) = loaded.runner.run(StepPlan(0, (ScheduledSequence(1, tuple(prompt), 0, (10, 11), specs),))).results
+    (first,) = loaded.runner.run(StepPlan(0, (ScheduledSequence(1, tuple(prompt), 0, ((10, 11),), specs),))).results
     forks = [Generation(prompt, SEEDED, (10, block, 20 + block), choice) for choice, block in enumerate((11, 30))]
     for fork, token in zip(forks, first.tokens, strict=True):
         fork.tokens.append(token)
@@ -128,9 +128,9 @@ def test_copies_alone_are_a_step(loaded: LoadedModel) -> None:
 def test_only_sequences_with_samples_have_results_in_the_plans_order(loaded: LoadedModel) -> None:
     sample = (SampleSpec(0, 0, GREEDY),)
     sequences = (
-        ScheduledSequence(7, (5, 6, 7), 0, (1,), sample),
-        ScheduledSequence(3, (8, 9), 0, (2,)),
-        ScheduledSequence(5, (10,), 0, (3,), sample),
+        ScheduledSequence(7, (5, 6, 7), 0, ((1,),), sample),
+        ScheduledSequence(3, (8, 9), 0, ((2,),)),
+        ScheduledSequence(5, (10,), 0, ((3,),), sample),
     )
     result = loaded.runner.run(StepPlan(4, sequences))
     assert [found.sequence_id for found in result.results] == [7, 5]
@@ -141,7 +141,7 @@ def test_only_sequences_with_samples_have_results_in_the_plans_order(loaded: Loa
 def test_the_layer_hook_is_called_once_per_layer_in_order(loaded: LoadedModel, has_samples: bool) -> None:
     seen: list[int] = []
     samples = (SampleSpec(0, 0, GREEDY),) if has_samples else ()
-    loaded.runner.run(StepPlan(0, (ScheduledSequence(1, (5, 6, 7), 0, (1,), samples),)), seen.append)
+    loaded.runner.run(StepPlan(0, (ScheduledSequence(1, (5, 6, 7), 0, ((1,),), samples),)), seen.append)
     assert seen == [1, 2]
 
 
@@ -168,8 +168,8 @@ def test_poisoned_free_blocks_do_not_matter(loaded: LoadedModel, model_path: Pat
 
 def test_a_batch_says_where_every_token_stands() -> None:
     sequences = (
-        ScheduledSequence(1, (5, 6, 7), 6, (4, 2, 9)),
-        ScheduledSequence(2, (8,), 0, (3,)),
+        ScheduledSequence(1, (5, 6, 7), 6, ((4, 2, 9),)),
+        ScheduledSequence(2, (8,), 0, ((3,),)),
     )
     batch = build_batch(sequences, 8)
     assert batch.positions.tolist() == [6, 7, 8, 0]
@@ -183,13 +183,13 @@ def test_a_batch_says_where_every_token_stands() -> None:
 
 
 def test_far_blocks_have_64_bit_slots() -> None:
-    batch = build_batch((ScheduledSequence(1, (5,), 0, (70_000_000,)),), 256)
+    batch = build_batch((ScheduledSequence(1, (5,), 0, ((70_000_000,),)),), 256)
     assert batch.slot_mapping.tolist() == [17_920_000_000]
 
 
 def test_a_short_block_table_is_a_bug_that_names_the_sequence() -> None:
     with pytest.raises(ValueError, match="sequence 9: 1 blocks, 2 needed"):
-        build_batch((ScheduledSequence(9, (5, 6), 7, (4,)),), 8)
+        build_batch((ScheduledSequence(9, (5, 6), 7, ((4,),)),), 8)
 
 
 def test_layers_are_marked_before_anybody_hears_of_them(loaded: LoadedModel) -> None:
