@@ -17,8 +17,13 @@ from common.tls.identity import Identity
 from common.values.errors import PeerError
 from common.values.ids import RouterId
 from common.values.messages import RouterHello, RouterMessage, WorkerInfo
-from common.wire.batch import router_messages_to_pb, take_batch, worker_messages_from_pb
-from common.wire.convert import router_message_to_pb, worker_message_from_pb
+from common.wire.convert import (
+    router_message_to_pb,
+    router_messages_to_pb,
+    take_batch,
+    worker_message_from_pb,
+    worker_messages_from_pb,
+)
 from common.wire.grpc_options import channel_options
 from common.wire.pb import worker_pb2_grpc
 from router.core.events import RouterEvent, WorkerConnected, WorkerLost, WorkerMessageReceived

@@ -13,10 +13,14 @@ from common.telemetry.logs import get_logger
 from common.values.errors import PeerError
 from common.values.ids import RouterId
 from common.values.messages import Cancel, Drain, Prefill, Reserve, RouterHello, WorkerInfo, WorkerMessage
-from common.wire.batch import router_messages_from_pb, take_batch, worker_messages_to_pb
-from common.wire.convert import router_message_from_pb
+from common.wire.convert import (
+    router_message_from_pb,
+    router_messages_from_pb,
+    take_batch,
+    worker_messages_to_pb,
+)
 from common.wire.pb import worker_pb2, worker_pb2_grpc
-from common.worker.audit import Audit, audit_to_pb
+from common.worker.audit import AUDIT, Audit
 
 OnMessage = Callable[[RouterId, Reserve | Prefill | Cancel | Drain], None]
 OnRouterLost = Callable[[RouterId], None]
@@ -96,7 +100,7 @@ class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
         if self._audit is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker keeps no books")
             raise AssertionError("abort always raises")
-        return audit_to_pb(self._audit())
+        return AUDIT.encode(self._audit())
 
     async def _hello(
         self, requests: AsyncIterator[worker_pb2.ConnectRequest], context: grpc.aio.ServicerContext

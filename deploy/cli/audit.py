@@ -12,9 +12,10 @@ from typing import Any
 import grpc
 
 from common.tls.identity import Component, Identity
+from common.values.errors import PeerError
 from common.values.messages import BlockHolder
 from common.wire.pb import worker_pb2, worker_pb2_grpc
-from common.worker.audit import Audit, audit_from_pb
+from common.worker.audit import AUDIT, Audit
 from deploy.client.admin import AdminClient
 from deploy.client.show import table
 
@@ -51,10 +52,10 @@ def ask(worker: Mapping[str, Any], identity: Identity) -> Finding:
     try:
         with identity.blocking_channel(worker["address"], worker["role"]) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
-            found = audit_from_pb(stub.Audit(worker_pb2.AuditRequest(), timeout=TIMEOUT_S))
+            found = AUDIT.decode(stub.Audit(worker_pb2.AuditRequest(), timeout=TIMEOUT_S))
     except grpc.RpcError as error:
         return Finding(worker_id, None, (f"does not answer: {_reason(error)}",))
-    except ValueError as error:
+    except PeerError as error:
         return Finding(worker_id, None, (f"answers nonsense: {error}",))
     return Finding(worker_id, found, tuple(problems_of(found)))
 

@@ -24,8 +24,7 @@ from common.values.messages import (
     WorkerMessage,
 )
 from common.values.request import SamplingParams, Work
-from common.wire.batch import worker_messages_from_pb
-from common.wire.convert import router_message_to_pb
+from common.wire.convert import router_message_to_pb, worker_messages_from_pb
 from common.wire.grpc_options import channel_options
 from common.wire.pb import worker_pb2_grpc
 

@@ -40,7 +40,7 @@ class AuditResponse(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
-    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
     USED_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
@@ -50,7 +50,7 @@ class AuditResponse(_message.Message):
     worker_id: _builtins.str
     incarnation: _builtins.str
     role: _builtins.str
-    num_blocks: _builtins.int
+    total: _builtins.int
     used: _builtins.int
     cached: _builtins.int
     free: _builtins.int
@@ -67,7 +67,7 @@ class AuditResponse(_message.Message):
         worker_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         role: _builtins.str = ...,
-        num_blocks: _builtins.int = ...,
+        total: _builtins.int = ...,
         used: _builtins.int = ...,
         cached: _builtins.int = ...,
         free: _builtins.int = ...,
@@ -77,7 +77,7 @@ class AuditResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "held", b"held", "holders", b"holders", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "problems", b"problems", "role", b"role", "used", b"used", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "held", b"held", "holders", b"holders", "incarnation", b"incarnation", "problems", b"problems", "role", b"role", "total", b"total", "used", b"used", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -87,7 +87,7 @@ Global___AuditResponse: _TypeAlias = AuditResponse  # noqa: Y015
 class BlockHolder(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     PREFILL_TRY_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -100,20 +100,20 @@ class BlockHolder(_message.Message):
     time_left_s: _builtins.float
     """Negative: it should be gone."""
     @_builtins.property
-    def attempt(self) -> Global___AttemptId: ...
+    def attempt_id(self) -> Global___AttemptId: ...
     def __init__(
         self,
         *,
-        attempt: Global___AttemptId | None = ...,
+        attempt_id: Global___AttemptId | None = ...,
         prefill_try: _builtins.int | None = ...,
         phase: _builtins.str = ...,
         num_blocks: _builtins.int = ...,
         age_s: _builtins.float = ...,
         time_left_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try", "attempt", b"attempt", "prefill_try", b"prefill_try"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try", "attempt_id", b"attempt_id", "prefill_try", b"prefill_try"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try", "age_s", b"age_s", "attempt", b"attempt", "num_blocks", b"num_blocks", "phase", b"phase", "prefill_try", b"prefill_try", "time_left_s", b"time_left_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try", "age_s", b"age_s", "attempt_id", b"attempt_id", "num_blocks", b"num_blocks", "phase", b"phase", "prefill_try", b"prefill_try", "time_left_s", b"time_left_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill_try: _TypeAlias = _typing.Literal["prefill_try"]  # noqa: Y015
     _WhichOneofArgType__prefill_try: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try"]  # noqa: Y015
@@ -200,7 +200,7 @@ class ConnectResponse(_message.Message):
     HANDOFF_REPORT_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def hello(self) -> Global___WorkerHello: ...
+    def hello(self) -> Global___WorkerInfo: ...
     @_builtins.property
     def granted(self) -> Global___Granted: ...
     @_builtins.property
@@ -222,7 +222,7 @@ class ConnectResponse(_message.Message):
     def __init__(
         self,
         *,
-        hello: Global___WorkerHello | None = ...,
+        hello: Global___WorkerInfo | None = ...,
         granted: Global___Granted | None = ...,
         refused: Global___Refused | None = ...,
         first_tokens: Global___FirstTokens | None = ...,
@@ -285,7 +285,7 @@ class RouterHello(_message.Message):
 Global___RouterHello: _TypeAlias = RouterHello  # noqa: Y015
 
 @_typing.final
-class WorkerHello(_message.Message):
+class WorkerInfo(_message.Message):
     """First message of a worker: who it is and what it holds."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -359,7 +359,7 @@ class WorkerHello(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WorkerHello: _TypeAlias = WorkerHello  # noqa: Y015
+Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
 
 @_typing.final
 class AttemptId(_message.Message):
@@ -610,13 +610,14 @@ class Prefill(_message.Message):
 
     WORK_FIELD_NUMBER: _builtins.int
     PREFILL_TRY_FIELD_NUMBER: _builtins.int
-    DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
-    DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     FIRST_MISSING_TOKEN_FIELD_NUMBER: _builtins.int
     prefill_try: _builtins.int
-    decode_worker_id: _builtins.str
-    decode_incarnation: _builtins.str
+    worker_id: _builtins.str
+    """Of the decode worker."""
+    incarnation: _builtins.str
     decode_address: _builtins.str
     first_missing_token: _builtins.int
     @_builtins.property
@@ -626,14 +627,14 @@ class Prefill(_message.Message):
         *,
         work: Global___Work | None = ...,
         prefill_try: _builtins.int = ...,
-        decode_worker_id: _builtins.str = ...,
-        decode_incarnation: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
         decode_address: _builtins.str = ...,
         first_missing_token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "decode_incarnation", b"decode_incarnation", "decode_worker_id", b"decode_worker_id", "first_missing_token", b"first_missing_token", "prefill_try", b"prefill_try", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "first_missing_token", b"first_missing_token", "incarnation", b"incarnation", "prefill_try", b"prefill_try", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -707,7 +708,7 @@ class TokenLogprob(_message.Message):
 Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
-class Token(_message.Message):
+class TokenEvent(_message.Message):
     """One sampled token of one choice."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -724,7 +725,7 @@ class Token(_message.Message):
     token_id: _builtins.int
     logprob: _builtins.float
     finish_reason: _builtins.str
-    """Empty while the choice goes on: "stop" or "length"."""
+    """Absent while the choice goes on: "stop" or "length"."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
     def __init__(
@@ -735,17 +736,22 @@ class Token(_message.Message):
         token_id: _builtins.int = ...,
         logprob: _builtins.float | None = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
-        finish_reason: _builtins.str = ...,
+        finish_reason: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_logprob", b"_logprob", "finish_reason", b"finish_reason", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "choice_idx", b"choice_idx", "finish_reason", b"finish_reason", "logprob", b"logprob", "position", b"position", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_logprob", b"_logprob", "choice_idx", b"choice_idx", "finish_reason", b"finish_reason", "logprob", b"logprob", "position", b"position", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
+    _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_reason) -> _WhichOneofReturnType__finish_reason | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
 
-Global___Token: _TypeAlias = Token  # noqa: Y015
+Global___TokenEvent: _TypeAlias = TokenEvent  # noqa: Y015
 
 @_typing.final
 class FirstTokens(_message.Message):
@@ -765,19 +771,19 @@ class FirstTokens(_message.Message):
     @_builtins.property
     def attempt_id(self) -> Global___AttemptId: ...
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]: ...
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenEvent]: ...
     @_builtins.property
-    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillChunk]: ...
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkTiming]: ...
     def __init__(
         self,
         *,
         attempt_id: Global___AttemptId | None = ...,
         prefill_try: _builtins.int = ...,
-        tokens: _abc.Iterable[Global___Token] | None = ...,
+        tokens: _abc.Iterable[Global___TokenEvent] | None = ...,
         queue_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
         num_cached_tokens: _builtins.int = ...,
-        chunks: _abc.Iterable[Global___PrefillChunk] | None = ...,
+        chunks: _abc.Iterable[Global___ChunkTiming] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -788,7 +794,7 @@ class FirstTokens(_message.Message):
 Global___FirstTokens: _TypeAlias = FirstTokens  # noqa: Y015
 
 @_typing.final
-class PrefillChunk(_message.Message):
+class ChunkTiming(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     START_S_FIELD_NUMBER: _builtins.int
@@ -811,7 +817,7 @@ class PrefillChunk(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PrefillChunk: _TypeAlias = PrefillChunk  # noqa: Y015
+Global___ChunkTiming: _TypeAlias = ChunkTiming  # noqa: Y015
 
 @_typing.final
 class TokenBatch(_message.Message):
@@ -844,12 +850,12 @@ class AttemptTokens(_message.Message):
     @_builtins.property
     def attempt_id(self) -> Global___AttemptId: ...
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]: ...
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenEvent]: ...
     def __init__(
         self,
         *,
         attempt_id: Global___AttemptId | None = ...,
-        tokens: _abc.Iterable[Global___Token] | None = ...,
+        tokens: _abc.Iterable[Global___TokenEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -1,5 +1,6 @@
 """Every router <-> worker message survives the wire; what is no message of ours is a PeerError."""
 
+import asyncio
 import dataclasses
 import typing
 
@@ -38,7 +39,6 @@ from common.values.request import (
     TokenEvent,
     Work,
 )
-from common.wire import batch as pb_batch
 from common.wire import convert as pb_convert
 from common.wire.pb import worker_pb2 as pb
 
@@ -159,20 +159,20 @@ def test_unknown_state_is_the_peers_error() -> None:
 
 def test_batches_keep_their_messages_in_order() -> None:
     for messages in (ROUTER_MESSAGES[:1], ROUTER_MESSAGES):
-        encoded = pb_batch.router_messages_to_pb(messages).SerializeToString()
-        assert pb_batch.router_messages_from_pb(pb.ConnectRequest.FromString(encoded)) == messages
+        encoded = pb_convert.router_messages_to_pb(messages).SerializeToString()
+        assert pb_convert.router_messages_from_pb(pb.ConnectRequest.FromString(encoded)) == messages
     for answers in (WORKER_MESSAGES[:1], WORKER_MESSAGES):
-        encoded = pb_batch.worker_messages_to_pb(answers).SerializeToString()
-        assert pb_batch.worker_messages_from_pb(pb.ConnectResponse.FromString(encoded)) == answers
+        encoded = pb_convert.worker_messages_to_pb(answers).SerializeToString()
+        assert pb_convert.worker_messages_from_pb(pb.ConnectResponse.FromString(encoded)) == answers
 
 
 def test_a_batch_within_a_batch_is_refused() -> None:
-    inner = pb_batch.router_messages_to_pb(ROUTER_MESSAGES)
+    inner = pb_convert.router_messages_to_pb(ROUTER_MESSAGES)
     with pytest.raises(PeerError, match="no known kind"):
-        pb_batch.router_messages_from_pb(pb.ConnectRequest(batch=pb.RouterMessages(messages=[inner])))
-    answer = pb_batch.worker_messages_to_pb(WORKER_MESSAGES)
+        pb_convert.router_messages_from_pb(pb.ConnectRequest(batch=pb.RouterMessages(messages=[inner])))
+    answer = pb_convert.worker_messages_to_pb(WORKER_MESSAGES)
     with pytest.raises(PeerError, match="no known kind"):
-        pb_batch.worker_messages_from_pb(pb.ConnectResponse(batch=pb.WorkerMessages(messages=[answer])))
+        pb_convert.worker_messages_from_pb(pb.ConnectResponse(batch=pb.WorkerMessages(messages=[answer])))
 
 
 def test_token_ids_that_are_no_whole_numbers_are_refused() -> None:
@@ -180,3 +180,21 @@ def test_token_ids_that_are_no_whole_numbers_are_refused() -> None:
     request.reserve.work.token_ids = request.reserve.work.token_ids[:-1]
     with pytest.raises(PeerError, match="4 bytes each"):
         pb_convert.router_message_from_pb(request)
+
+
+async def test_what_a_turn_brings_after_the_first_travels_with_it() -> None:
+    """One task wakes the writer, another queues behind its back before it writes."""
+    queue: asyncio.Queue[int] = asyncio.Queue()
+    taking = asyncio.ensure_future(pb_convert.take_batch(queue))
+    await asyncio.sleep(0)
+    queue.put_nowait(1)
+    asyncio.get_running_loop().call_soon(queue.put_nowait, 2)
+    assert await taking == [1, 2]
+
+
+async def test_a_batch_is_bounded_and_the_rest_comes_next_in_order() -> None:
+    queue: asyncio.Queue[int] = asyncio.Queue()
+    for number in range(pb_convert.MAX_BATCHED + 2):
+        queue.put_nowait(number)
+    assert await pb_convert.take_batch(queue) == [*range(pb_convert.MAX_BATCHED)]
+    assert await pb_convert.take_batch(queue) == [pb_convert.MAX_BATCHED, pb_convert.MAX_BATCHED + 1]

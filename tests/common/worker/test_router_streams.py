@@ -21,12 +21,17 @@ from common.values.messages import (
     WorkerStats,
 )
 from common.values.request import Fingerprint
-from common.wire.batch import MAX_BATCHED, router_messages_to_pb, worker_messages_from_pb
-from common.wire.convert import router_message_to_pb, worker_message_from_pb
+from common.wire.convert import (
+    MAX_BATCHED,
+    router_message_to_pb,
+    router_messages_to_pb,
+    worker_message_from_pb,
+    worker_messages_from_pb,
+)
 from common.wire.grpc_options import channel_options, server_options
 from common.wire.pb import worker_pb2, worker_pb2_grpc
 from common.worker import router_streams
-from common.worker.audit import Audit, audit_from_pb
+from common.worker.audit import AUDIT, Audit
 from common.worker.router_streams import RouterStreams
 
 ROUTER = RouterId("router-0")
@@ -182,7 +187,7 @@ async def test_a_worker_says_who_holds_its_blocks() -> None:
         found = Audit(INFO.ref, INFO.role, PoolStats(8, 1, 2, 3, 2), (BlockHolder(ATTEMPT, "ready", 1, 2.0, 3.0),), ())
         recorder.audit = found
         answer = await worker_pb2_grpc.WorkerServiceStub(channel).Audit(worker_pb2.AuditRequest(), timeout=60)
-        assert audit_from_pb(answer) == found
+        assert AUDIT.decode(answer) == found
 
 
 class Spoken:

@@ -14,7 +14,7 @@ from common.tls.identity import Component, Identity
 from common.values.ids import AttemptId, RequestId, WorkerRef
 from common.values.messages import BlockHolder, Role
 from common.wire.pb import worker_pb2, worker_pb2_grpc
-from common.worker.audit import Audit, audit_to_pb
+from common.worker.audit import AUDIT, Audit
 from deploy.cli.audit import OVERDUE_S, Finding, ask, lines_of, problems_of, run_audit
 from deploy.client.admin import AdminClient
 
@@ -28,7 +28,7 @@ def worker(found: Audit) -> Iterator[str]:
 
     class Servicer(worker_pb2_grpc.WorkerServiceServicer):
         def Audit(self, request: object, context: object) -> worker_pb2.AuditResponse:
-            return audit_to_pb(found)
+            return AUDIT.encode(found)
 
     server = grpc.server(ThreadPoolExecutor(1))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(Servicer(), server)
@@ -102,5 +102,5 @@ def test_what_is_a_little_late_waits_for_a_step_or_a_transfer() -> None:
 def test_a_worker_that_answers_nonsense_is_a_problem() -> None:
     with worker(replace(GOOD, role="router")) as address:  # type: ignore[arg-type]
         finding = ask({"worker_id": "w", "address": address, "role": "decode"}, Identity(Component.OPERATOR, ""))
-    assert finding == Finding("w", None, ("answers nonsense: 'router' is not a valid Role",))
+    assert finding == Finding("w", None, ("answers nonsense: malformed AuditResponse: 'router' is not a valid Role",))
     assert "WRONG" in "\n".join(lines_of([finding]))
