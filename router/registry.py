@@ -1,9 +1,11 @@
 """Follows the registry: a client for each registered worker, and the news for the core. No decisions about requests.
 
-When the registry cannot be asked, everything stays as it is: streams, not leases, say who lives.
+When the registry cannot be asked, everything stays as it is. When it does not list a worker any more, an open stream
+says that the worker lives, and one that broke is opened again for a while: Redis may have lost the key alone.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from common.cluster.protocol import Registration, Registry
@@ -14,6 +16,8 @@ from router.core.events import RouterEvent, WorkersListed
 from router.worker_client import WorkerClient
 
 POLL_INTERVAL_S = 0.5
+# A worker with neither lease nor stream is tried for so long.
+UNLISTED_S = 30.0
 
 
 class WorkerDirectory:
@@ -27,6 +31,7 @@ class WorkerDirectory:
         self._router_id = router_id
         self._post = post
         self._clients: dict[WorkerRef, WorkerClient] = {}
+        self._missing_since_s: dict[WorkerRef, float] = {}  # those without lease and stream
         self._superseded: set[WorkerRef] = set()  # listed still, but a later life has come
 
     def send(self, worker: WorkerRef, message: RouterMessage) -> None:
@@ -60,10 +65,15 @@ class WorkerDirectory:
                 client = WorkerClient(registration, self._router_id, self._post, self._identity)
                 self._clients[registration.ref] = client
                 tasks.create_task(self._run_client(client))
-        for ref, client in self._clients.items():
-            if ref not in refs and not client.is_connected:
-                client.retire()
-        self._post(WorkersListed(refs))
+        self._retire_missing(refs, time.monotonic())
+        self._post(WorkersListed(refs | self._clients.keys()))
+
+    def _retire_missing(self, listed: frozenset[WorkerRef], now_s: float) -> None:
+        missing = {ref for ref, client in self._clients.items() if ref not in listed and not client.is_connected}
+        self._missing_since_s = {ref: self._missing_since_s.get(ref, now_s) for ref in missing}
+        for ref, since_s in self._missing_since_s.items():
+            if self._clients[ref].has_left or now_s - since_s >= UNLISTED_S:
+                self._clients[ref].retire()
 
     async def _run_client(self, client: WorkerClient) -> None:
         try:

@@ -54,12 +54,18 @@ class WorkerClient:
         self._queue: asyncio.Queue[RouterMessage] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._dropped = asyncio.Event()
         self._is_connected = False
+        self._has_left = False
         self._retired = asyncio.Event()
 
     @property
     def is_connected(self) -> bool:
         """True between the worker's hello and the end of the stream."""
         return self._is_connected
+
+    @property
+    def has_left(self) -> bool:
+        """True when the worker itself ended the last stream in order: it closes them when its life ends."""
+        return self._has_left
 
     def send(self, message: RouterMessage) -> None:
         """Queue a message; without a stream it is dropped, as the worker has forgotten everything it was asked."""
@@ -96,12 +102,14 @@ class WorkerClient:
         """One stream from connect to end; returns why it ended, and whether it ever was up."""
         was_connected, reason = False, "stream ended"
         self._dropped.clear()
+        self._has_left = False
         try:
             async with self._open() as call:
                 info = await self._hello(call)
                 was_connected = self._is_connected = True
                 self._post(WorkerConnected(info, self.registration.address))
                 await self._exchange(call)
+                self._has_left = not self._dropped.is_set()
         except _STREAM_ERRORS as error:
             reason = _reason(error)
         finally:

@@ -180,8 +180,6 @@ class RouterCore:
             case WorkerLost(ref, reason):
                 self._lose(ref, reason, now_s)
             case WorkersListed(refs):
-                for worker in self._ledger.pool:
-                    worker.num_absent_polls = 0 if worker.ref in refs else worker.num_absent_polls + 1
                 self._ledger.pool.forget_unlisted(refs)
             case DrainRequested(worker_id, grace_s):
                 self._drain(worker_id, grace_s)

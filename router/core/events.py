@@ -90,7 +90,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkersListed:
-    """The registry has answered: these workers hold a lease."""
+    """The registry has answered: these lives of workers hold a lease, or are still being connected to."""
 
     workers: frozenset[WorkerRef]
 

@@ -9,8 +9,6 @@ from router.core.events import PrefixKey
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-# A worker that a reachable registry does not list this many times in a row gets no new work.
-MAX_ABSENT_POLLS = 2
 
 
 @dataclass(slots=True)
@@ -53,7 +51,6 @@ class Worker:
     stats: WorkerStats
     heard_s: float  # when it last said anything
     is_draining: bool = False
-    num_absent_polls: int = 0
     tokens: Load = field(default_factory=Load)
     blocks: Load = field(default_factory=Load)
     sequences: Load = field(default_factory=Load)
@@ -76,9 +73,8 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Takes new work, if not at this moment then soon."""
-        is_listed = self.num_absent_polls <= MAX_ABSENT_POLLS
-        return self.stats.state is WorkerState.READY and is_listed and not self.is_draining
+        """Takes new work, if not at this moment then soon. Its stream says so: a missing lease may be Redis's loss."""
+        return self.stats.state is WorkerState.READY and not self.is_draining
 
     @property
     def state(self) -> WorkerState:
@@ -179,7 +175,7 @@ class WorkerPool:
         return self._first_seen[ref]
 
     def forget_unlisted(self, listed: frozenset[WorkerRef]) -> None:
-        """A life without lease and stream does not come back."""
+        """A life that no client connects to does not come back."""
         self._first_seen = {ref: at for ref, at in self._first_seen.items() if ref in listed or ref in self._workers}
 
     def add(self, info: WorkerInfo, address: str, now_s: float) -> Worker:

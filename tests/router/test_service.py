@@ -249,17 +249,36 @@ async def test_registry_that_is_away_changes_nothing(monkeypatch: pytest.MonkeyP
         await service.close()
 
 
-async def test_worker_without_lease_keeps_its_stream_and_gets_no_new_work(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_whose_lease_is_missing_serves_on_and_is_connected_to_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("router.registry.POLL_INTERVAL_S", 0.01)
-    async with cluster("p0", "d0", "d1") as (service, workers):
-        index_ref = workers["d0"].info.ref
+    async with cluster("p0", "d0") as (service, workers):
+        registry = service._directory._registry = FlakyRegistry(workers["d0"].index)
+        for worker in workers.values():
+            worker.forget_lease()
+        await until(lambda: registry.num_polls > 5)
+        assert isinstance((await run(service, request("r0")))[-1], Finished)
+        service._directory.drop(workers["d0"].info.ref, "the stream breaks", is_final=False)
+        await workers["d0"].until(lambda: workers["d0"].num_routers_lost == 1)
+        await until(lambda: service.readiness().is_ready)
+        assert isinstance((await run(service, request("r1")))[-1], Finished)
+
+
+@pytest.mark.parametrize("says_goodbye", [True, False])
+async def test_a_worker_with_neither_lease_nor_stream_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, says_goodbye: bool
+) -> None:
+    """At once when it ended the stream itself, after a while when the stream broke."""
+    monkeypatch.setattr("router.registry.POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("router.registry.UNLISTED_S", 600.0 if says_goodbye else 0.05)
+    async with cluster("p0", "d0") as (service, workers):
         workers["d0"].forget_lease()
-        states = lambda: {view.worker_id: view.state for view in service.state().workers}  # noqa: E731
-        await until(lambda: states()["d0"] is WorkerState.DRAINING)
-        assert isinstance((await run(service, request()))[-1], Finished)
-        assert workers["d0"].received == []
-        assert workers["d0"].num_routers_lost == 0
-        assert index_ref.worker_id in states()
+        if says_goodbye:
+            workers["d0"]._streams.close()
+        else:
+            await workers["d0"].kill()
+        await until(lambda: list(service._directory._clients) == [workers["p0"].info.ref])
 
 
 async def test_frozen_worker_is_given_up_and_its_stream_closed() -> None:

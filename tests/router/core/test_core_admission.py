@@ -290,18 +290,10 @@ def test_only_ready_workers_get_work(state: WorkerState) -> None:
     assert len(reserved(driver, "d1")) == 4
 
 
-def test_worker_without_a_lease_gets_no_new_work_after_three_looks_and_comes_back_with_it() -> None:
-    driver = Driver("p0", "d0", "d1")
-    both = frozenset({ref("p0"), ref("d0"), ref("d1")})
-    for _ in range(3):
-        driver.feed(WorkersListed(both - {ref("d0")}))
-    states = {worker.ref.worker_id: worker.state for worker in driver.core.workers}
-    assert states == {"p0": WorkerState.READY, "d0": WorkerState.DRAINING, "d1": WorkerState.READY}
-    driver.feed(WorkersListed(both))
-    assert all(worker.is_ready for worker in driver.core.workers)
-
-
-def test_one_look_without_a_lease_changes_nothing() -> None:
+def test_a_worker_whose_lease_is_missing_gets_work_as_long_as_its_stream_is_open() -> None:
     driver = Driver("p0", "d0")
-    driver.feed(WorkersListed(frozenset()))
-    assert driver.core.has_ready_pair
+    for _ in range(10):
+        driver.feed(WorkersListed(frozenset()))
+    assert {worker.state for worker in driver.core.workers} == {WorkerState.READY}
+    driver.submit(request("r0"))
+    assert len(reserved(driver, "d0")) == 1
