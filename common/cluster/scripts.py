@@ -23,13 +23,15 @@ end
 # members added and those removed. A number before of -1: the set was emptied; of the same: the worker lives. Nobody may
 # have to listen, and nothing fails when it cannot be told.
 
-# KEYS: lease, members, sequence. ARGV: member width, ttl ms, expected sequence, added, removed, channel, ref.
-# Answers the new sequence number and why the mirrors could not be told, if so; -1 for a gap, -2 when there is no lease.
+# KEYS: lease, members, sequence. ARGV: member width, ttl ms, expected sequence, added, removed, channel, ref, expected
+# number of members. Answers the new sequence number, the new number of members and why the mirrors could not be told,
+# if so; -1 for a gap (a batch missed, members evicted or deleted), -2 when there is no lease.
 APPLY = (
     _SLICED
     + """
 if redis.call('EXISTS', KEYS[1]) == 0 then return -2 end
 if redis.call('GET', KEYS[3]) ~= ARGV[3] then return -1 end
+if redis.call('SCARD', KEYS[2]) ~= tonumber(ARGV[8]) then return -1 end
 sliced('SADD', KEYS[2], ARGV[4])
 sliced('SREM', KEYS[2], ARGV[5])
 local ttl, sequence = tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -41,7 +43,7 @@ if #ARGV[4] + #ARGV[5] > 0 then
 end
 local head = table.concat({ARGV[3], sequence, #ARGV[4], ARGV[7]}, ' ')
 local told = redis.pcall('PUBLISH', ARGV[6], head .. '\\n' .. ARGV[4] .. ARGV[5])
-return {sequence, type(told) == 'table' and told.err or ''}
+return {sequence, redis.call('SCARD', KEYS[2]), type(told) == 'table' and told.err or ''}
 """
 )
 
@@ -107,8 +109,10 @@ return 1
 """
 
 # KEYS: workers. ARGV: prefix of the lease keys, longest registration accepted in bytes.
-# Answers the registrations of those with a lease, ref before value, and forgets the others.
+# Answers the registrations of those with a lease, ref before value, and forgets the others. The first line changes
+# nothing: a server that takes no writes refuses it, as leases that cannot be renewed say nothing of who lives.
 LIVE = """
+redis.call('SREM', KEYS[1], '')
 local answer = {}
 for _, ref in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local key = ARGV[1] .. ref

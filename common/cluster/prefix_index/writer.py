@@ -5,7 +5,8 @@
     start over: empty the set, then send a snapshot of the pool in batches, then pending as usual
 
 Redis holds the number of the last batch; a mismatch (Redis restarted, was wiped, failed over, or an answer was
-lost) is found by the next batch or heartbeat. The routers' mirrors are told of each. All calls in one event loop.
+lost) is found by the next batch or heartbeat, and so is a set that lost members (evicted, deleted). The routers'
+mirrors hear of each. All calls in one event loop.
 """
 
 import asyncio
@@ -28,6 +29,8 @@ MAX_PENDING = 1 << 17
 OUT_OF_MEMORY_PAUSE_S = 5.0
 # What a busy worker stores within this time travels as one batch; a hint may be this much later.
 LINGER_S = 0.005
+# A gap so soon after the whole set was sent waits for the next heartbeat: Redis may be evicting what it gets.
+RESYNC_PAUSE_S = 1.0
 
 _GAP = -1
 
@@ -69,6 +72,8 @@ class RedisIndexWriter:
         self._pending: dict[BlockHash, bool] = {}  # is the block stored?
         self._snapshot_left: list[BlockHash] = []
         self._sequence = 0
+        self._num_members = 0  # that the set in Redis should have
+        self._resynced_s = float("-inf")
         self._needs_resync = True
         self._retry_dropped_s: float | None = None
         self._untold_reason = ""
@@ -131,6 +136,7 @@ class RedisIndexWriter:
             answer = int(await self._reset(keys=self._key_names, args=[self._ttl_ms, self._sequence, *self._news]))
         if answer < 0:
             return False
+        self._num_members, self._resynced_s = 0, asyncio.get_running_loop().time()
         # No await from here: what the pool stores later is published on top of this snapshot.
         self._snapshot_left = list(self._snapshot())
         self._needs_resync = False
@@ -158,7 +164,8 @@ class RedisIndexWriter:
             answer = await self._send_removals_only(added, removed)
         if answer <= _GAP:
             self._start_over()
-            self._has_news.set()
+            if asyncio.get_running_loop().time() >= self._resynced_s + RESYNC_PAUSE_S:
+                self._has_news.set()
             return False
         self._sequence = answer
         self.counts.num_batches += bool(added or removed)
@@ -171,12 +178,12 @@ class RedisIndexWriter:
         return await self._call_apply([], removed)
 
     async def _call_apply(self, added: Sequence[BlockHash], removed: Sequence[BlockHash]) -> int:
-        args: list[bytes | int | str] = [MEMBER_BYTES, self._ttl_ms, self._sequence, pack(added), pack(removed)]
+        batch: list[bytes | int | str] = [MEMBER_BYTES, self._ttl_ms, self._sequence, pack(added), pack(removed)]
         async with asyncio.timeout(TIMEOUT_S):
-            answer = await self._apply(keys=self._key_names, args=[*args, *self._news])
+            answer = await self._apply(keys=self._key_names, args=[*batch, *self._news, self._num_members])
         if isinstance(answer, int):
             return answer
-        sequence, untold_reason = answer
+        sequence, self._num_members, untold_reason = answer
         self._note_untold(untold_reason.decode(errors="replace"))
         return int(sequence)
 

@@ -279,3 +279,34 @@ async def test_a_depth_that_cannot_be_true_is_left_out(own_box: RedisBox, depth:
 def test_decode_is_the_inverse_of_encode() -> None:
     assert decode(b"p0#a", encode(WHO)) == WHO
     assert decode(b"p1#a", encode(WHO)) is None
+
+
+@pytest.mark.parametrize("num_left", [0, 7])
+async def test_a_set_that_lost_members_is_sent_again_although_the_worker_is_idle(
+    own_box: RedisBox, presence: WorkerPresence, num_left: int
+) -> None:
+    """Evicted or deleted by somebody, with the number of the last batch still there."""
+    reader = RedisIndexReader(own_box.url, "ns", budget_s=5.0)
+    await wait_until_found(reader, len(PROMPT))
+    own_box.client().srem(Keys("ns").members(WHO.ref), *[each[:MEMBER_BYTES] for each in PROMPT[num_left:]])
+    assert await reader.longest_prefix(PROMPT, [WHO.ref]) == ({WHO.ref: num_left} if num_left else {})
+    await wait_until_found(reader, len(PROMPT))
+    await reader.close()
+
+
+async def test_a_redis_that_evicts_what_it_gets_is_sent_the_set_once_a_heartbeat(own_box: RedisBox) -> None:
+    """Not once more for each batch that finds the set gone."""
+    client = own_box.client()
+    lease = Lease(own_box.url, "ns", WHO, 30.0)
+    writer = RedisIndexWriter(own_box.url, "ns", WHO.ref, 30.0, lambda: PROMPT)
+    await lease.renew()
+    await writer.flush()
+    client.delete(Keys("ns").members(WHO.ref))
+    writer.publish(chain("more", 1), [])
+    writer._has_news.clear()
+    await writer.flush()
+    assert writer._needs_resync
+    assert not writer._has_news.is_set()
+    assert writer.counts.num_resyncs == 1
+    for resource in (lease, writer):
+        await resource.close()
