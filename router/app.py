@@ -28,6 +28,7 @@ from common.cluster.registry import RedisRegistry
 from common.cluster.reports import loading_reports, router_reports
 from common.telemetry.logs import get_logger
 from common.telemetry.metrics import Metrics
+from common.values.addresses import join_address
 from common.values.config import RouterConfig
 from router.front.frontend import Frontend
 from router.front.grpc.server import GrpcServer
@@ -116,7 +117,7 @@ async def serve(
         validator = Validator(model, config.default_deadline_s, random.Random())
         frontend = Frontend(service, tokenizer, model, validator, metrics)
         credentials = grpc_credentials(config.cert_file, config.key_file)
-        grpc_address = _address(config.host, config.grpc_port)
+        grpc_address = join_address(config.host, config.grpc_port)
         grpc_server = GrpcServer(
             frontend, config.max_body_bytes, grpc_address, access, credentials, config.max_connections
         )
@@ -261,10 +262,6 @@ def _metrics(config: RouterConfig, model: ServedModel) -> Metrics:
     if config.metrics_port is not None:
         metrics.serve(config.host, config.metrics_port)
     return metrics
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _version() -> str:

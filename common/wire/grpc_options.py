@@ -25,6 +25,7 @@ def channel_options(max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES) -> Opti
         ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.enable_http_proxy", 0),  # a proxy of the environment is for the world outside
         *_message_sizes(max_message_bytes),
     ]
 

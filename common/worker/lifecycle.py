@@ -28,6 +28,7 @@ from common.telemetry.logs import get_logger
 from common.telemetry.metrics import Metrics
 from common.tls.admission import interceptors
 from common.tls.identity import Identity
+from common.values.addresses import join_address
 from common.values.config import WorkerConfig
 from common.values.ids import BlockHash, RouterId, WorkerRef
 from common.values.messages import Cancel, Drain, Prefill, Reserve, Role, WorkerInfo, WorkerStats
@@ -172,7 +173,8 @@ async def _serve_role(
     async with AsyncExitStack() as stack:
         stack.callback(get_logger().info, "worker_ended", worker_id=config.worker_id)
         stack.push_async_callback(context.server.stop, SERVER_STOP_GRACE_S)
-        address = f"{config.host}:{context.identity.add_port(context.server, f'{config.host}:{config.port}')}"
+        port = context.identity.add_port(context.server, join_address(config.host, config.port))
+        address = join_address(config.host, port)
         info = _describe(context, address)
         presence, role = _build(process, context, info, address, stack)
         await context.server.start()

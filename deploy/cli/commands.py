@@ -10,7 +10,8 @@ from common.values.config import ClusterConfig
 from deploy.client import show
 from deploy.client.admin import AdminClient, AdminFailed, wait_for_sizes, wait_until_gone
 from deploy.config.bind_checks import check_router, check_worker
-from deploy.config.settings import InvalidSettings, env_name, load_settings
+from deploy.config.settings import load_settings
+from deploy.config.variables import InvalidSettings, env_name
 
 
 def progress(who: str, what: str) -> None:

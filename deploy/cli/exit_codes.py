@@ -6,14 +6,14 @@ _FAILED, _USAGE, _UNHEALTHY = 1, 2, 3
 
 # By name, so that no command pays for the imports of another: an error's class is loaded when it is raised.
 _CODES = {
-    ("deploy.config.settings", "InvalidSettings"): _USAGE,
+    ("deploy.config.variables", "InvalidSettings"): _USAGE,
     ("deploy.client.admin", "Unhealthy"): _UNHEALTHY,
     ("deploy.client.admin", "AdminFailed"): _FAILED,
     ("deploy.cli.generate", "GenerateFailed"): _FAILED,
     ("deploy.load.bench", "BenchFailed"): _FAILED,
     ("deploy.load.traces", "InvalidTrace"): _USAGE,
     ("router.front.ports", "PortInUse"): _FAILED,
-    ("router.key_file", "InvalidKeyFile"): _USAGE,
+    ("router.tenants.key_file", "InvalidKeyFile"): _USAGE,
     ("common.checkpoint.spec", "CheckpointError"): _FAILED,
     ("common.values.errors", "PdserveError"): _FAILED,
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from deploy.config.settings import InvalidSettings
+from deploy.config.variables import InvalidSettings
 from router.tenants.key_file import HASH_PREFIX, InvalidKeyFile, KeyFile, hash_of, parse_key_file
 
 KEY_PREFIX = "pds-"

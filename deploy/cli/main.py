@@ -3,6 +3,7 @@
 Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 the cluster is not healthy.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -43,6 +44,26 @@ config_app = typer.Typer(no_args_is_help=True, help="What the settings are and w
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.command()(bench)
+
+
+def _print_version(is_wanted: bool) -> None:
+    from importlib.metadata import version as installed_version
+
+    if is_wanted:
+        print(installed_version("pdserve"))
+        raise typer.Exit
+
+
+@app.callback()
+def prepare(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Serving for large language models, prefill and decode apart."""
+    from deploy.config.variables import check_variables
+
+    check_variables(os.environ)
 
 
 @app.command()
@@ -316,9 +337,7 @@ def fetch_model() -> None:
 @app.command()
 def version() -> None:
     """Print the version."""
-    from importlib.metadata import version as installed_version
-
-    print(installed_version("pdserve"))
+    _print_version(True)
 
 
 @config_app.command("show")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from deploy.client.credentials import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, admin_key_of_environment
-from deploy.client.tls import CA_VARIABLE, trusting_ca, trusting_only
+from deploy.client.tls import CA_VARIABLE, open_directly
 
 TIMEOUT_S = 10.0
 _POLL_INTERVAL_S = 0.2
@@ -90,11 +90,7 @@ class AdminClient:
             raise self._no_answer(error) from error
 
     def _open(self, request: urllib.request.Request) -> Any:
-        """The reply. The certificate to believe is read each time: it may have been replaced."""
-        if not self._url.startswith("https:"):
-            return urllib.request.urlopen(request, timeout=TIMEOUT_S)
-        context = trusting_only(self._cert_file) if self._cert_file else trusting_ca()
-        return urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context)
+        return open_directly(request, TIMEOUT_S, self._cert_file)
 
     def _headers(self) -> dict[str, str]:
         return {"content-type": "application/json", **({"x-admin-key": self._key} if self._key else {})}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.values.config import ClusterConfig, RouterSettings
-from deploy.config.settings import InvalidSettings
+from deploy.config.variables import InvalidSettings
 
 ADMIN_KEY_VARIABLE = "PDSERVE_ROUTER_ADMIN_KEY"
 ADMIN_KEY_FILE_VARIABLE = "PDSERVE_ROUTER_ADMIN_KEY_FILE"

@@ -1,7 +1,11 @@
-"""Whom a command believes to be the router: whoever the CA signed, or one certificate alone. Standard library only."""
+"""How a command reaches a router: directly, and whom it believes to be one (whoever the CA signed, or one certificate
+alone). Standard library only.
+"""
 
 import os
 import ssl
+import urllib.request
+from typing import Any
 
 # As the setting tls.ca_file; commands that only talk to a router read no settings.
 CA_VARIABLE = "PDSERVE_TLS_CA_FILE"
@@ -10,6 +14,18 @@ CA_VARIABLE = "PDSERVE_TLS_CA_FILE"
 def ca_file() -> str | None:
     """The CA to believe; None = those that the machine believes."""
     return os.environ.get(CA_VARIABLE) or None
+
+
+def open_directly(request: urllib.request.Request, timeout_s: float, cert_file: str = "") -> Any:
+    """The reply, without a proxy of the environment: those are for the world outside. Raises OSError.
+
+    The certificate to believe is read each time, since it may have been replaced. `cert_file`: the only one.
+    """
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if request.type == "https":
+        context = trusting_only(cert_file) if cert_file else trusting_ca()
+        handlers.append(urllib.request.HTTPSHandler(context=context))
+    return urllib.request.build_opener(*handlers).open(request, timeout=timeout_s)
 
 
 def trusting_ca() -> ssl.SSLContext:

@@ -6,7 +6,7 @@ import ipaddress
 
 from common.tls.files import CertificateFiles
 from common.values.config import ClusterConfig, TlsSettings
-from deploy.config.settings import InvalidSettings
+from deploy.config.variables import InvalidSettings
 
 
 def check_router(config: ClusterConfig) -> None:

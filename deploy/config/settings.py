@@ -2,11 +2,9 @@
 
 A setting is named by its path in `ClusterConfig` (`router.http_port`). Its environment variable is the path in
 capitals after PDSERVE_ (PDSERVE_ROUTER_HTTP_PORT); where the last part repeats the section, once is enough
-(router.router_id: PDSERVE_ROUTER_ID). Variables that name no setting are left alone: Kubernetes sets such ones for
-every service.
+(router.router_id: PDSERVE_ROUTER_ID). A name that does not exist is refused, in the file and in the environment.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,13 +16,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from common.values.config import ClusterConfig
+from deploy.config.variables import InvalidSettings, check_variables, env_name, suggestion
 
-ENV_PREFIX = "PDSERVE_"
 _REDACTED = "(hidden)"
-
-
-class InvalidSettings(Exception):
-    """A setting that does not exist or cannot have its value; the message names it and where it was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +51,8 @@ class Settings:
 def load_settings(
     flags: Mapping[str, object], config_file: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Merge the four sources. `flags` maps paths to values; None = the flag was not given."""
+    """Merge the four sources. `flags` maps paths to values; None = the flag was not given. Raises InvalidSettings."""
+    check_variables(environ)
     defaults = {path: value for path, value in _leaves(ClusterConfig().model_dump())}
     layers = {path: (value, "default") for path, value in defaults.items()}
     if config_file is not None:
@@ -84,13 +79,6 @@ def tls_flags(directory: Path | None) -> dict[str, object]:
         "router.cert_file": f"{folder}/front.crt",
         "router.key_file": f"{folder}/front.key",
     }
-
-
-def env_name(path: str) -> str:
-    """The environment variable of a setting."""
-    section, _, name = path.rpartition(".")
-    is_repeated = section != "" and name.startswith(f"{section}_")
-    return ENV_PREFIX + (name if is_repeated else path.replace(".", "_")).upper()
 
 
 def redact_url(url: str) -> str:
@@ -132,13 +120,8 @@ def _read_file(path: Path, known: Mapping[str, object]) -> dict[str, object]:
     values = {str(name): value for name, value in _leaves(tree)}
     for name in values:
         if name not in known:
-            raise InvalidSettings(f"{path}: there is no setting {name!r}{_suggestion(name, known)}")
+            raise InvalidSettings(f"{path}: there is no setting {name!r}{suggestion(name, known)}")
     return values
-
-
-def _suggestion(name: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _validated(values: Mapping[str, object], layers: Mapping[str, tuple[object, str]]) -> ClusterConfig:

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.process.child import Child, StartFailed, start_child
+from deploy.process.child import Child, StartFailed, plain_environment, start_child
 
 NAMES_ON_PATH = ("redis-server", "valkey-server")
 START_LIMIT_S = 10.0
@@ -81,7 +81,8 @@ class OwnRedis:
     def _launch(self) -> None:
         """The child dies with the thread that makes it."""
         settings = _settings(self._port, self._password, self._runtime_dir).encode()
-        self.child = start_child("redis", [self._binary, "-"], self._runtime_dir / "redis.log", stdin=settings)
+        log_path, env = self._runtime_dir / "redis.log", plain_environment(os.environ)
+        self.child = start_child("redis", [self._binary, "-"], log_path, env=env, stdin=settings)
 
     def stop(self) -> None:
         if self.child is not None:

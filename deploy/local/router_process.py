@@ -7,13 +7,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from common.values.addresses import join_address
 from common.values.config import ClusterConfig, RouterSettings
-from deploy.client.tls import trusting_only
-from deploy.config.settings import ENV_PREFIX
+from deploy.client.tls import open_directly
+from deploy.config.variables import ENV_PREFIX, INHERITED
 from deploy.process.child import Child, StartFailed, start_child
 
-# Variables of ours that are not settings and that a child needs; settings come from its file.
-_KEPT = ("PDSERVE_SESSION", "PDSERVE_CACHE", "PDSERVE_LOG_LEVEL")
 STOP_GRACE_S = 8.0
 _MAX_RESTARTS = 20
 
@@ -50,7 +49,8 @@ class RouterProcess:
         self._config_path = runtime_dir / f"{name}.json"
         self._log_path = runtime_dir / f"{name}.log"
         self._cert_file = config.router.cert_file
-        self._url = f"{'https' if self._cert_file else 'http'}://{config.router.host}:{config.router.http_port}"
+        scheme = "https" if self._cert_file else "http"
+        self._url = f"{scheme}://{join_address(config.router.host, config.router.http_port)}"
         self._child: Child | None = None
         self._config_path.touch(mode=0o600)  # it holds the password of Redis
         self._config_path.write_text(config.model_dump_json())
@@ -88,13 +88,13 @@ class RouterProcess:
 
 
 def _is_for_child(name: str) -> bool:
-    return name in _KEPT or not name.startswith(ENV_PREFIX)
+    """Settings come from its file."""
+    return name in INHERITED or not name.startswith(ENV_PREFIX)
 
 
 def _answers_ok(url: str, cert_file: str) -> bool:
     try:
-        context = trusting_only(cert_file) if cert_file else None
-        with urllib.request.urlopen(url, timeout=2.0, context=context) as reply:
+        with open_directly(urllib.request.Request(url), 2.0, cert_file) as reply:
             return int(reply.status) == 200
     except (urllib.error.URLError, OSError):
         return False

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.values.errors import PdserveError
+from deploy.process.reaper import SESSION_VARIABLE
 
 _HERE = Path(__file__).parent
 _LAUNCHER = _HERE / "die_with_parent.py"
@@ -22,6 +23,9 @@ def hide_secrets() -> None:
     """Take secrets out of our environment, which every child inherits and Ray hands on to its own."""
     for name in _SECRETS:
         os.environ.pop(name, None)
+
+
+_NEEDED_ANYWHERE = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", SESSION_VARIABLE)
 
 
 class StartFailed(PdserveError):
@@ -70,6 +74,14 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a program that is not ours: what finds its files, and a locale that every machine has.
+
+    Valkey does not start with one that is missing, and what else a user's environment does to it is unknown.
+    """
+    return {**{name: environ[name] for name in _NEEDED_ANYWHERE if name in environ}, "LC_ALL": "C"}
 
 
 def start_child(

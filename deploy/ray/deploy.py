@@ -24,7 +24,7 @@ from deploy.scaling.autoscale_loop import AutoscaleLoop
 
 _KILL_LIMIT_S = 10.0
 _CONNECT_LIMIT_S = 5.0
-_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "GLOG_minloglevel": "2"}
+_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "GLOG_minloglevel": "2", "grpc_proxy": ""}
 
 
 def run_deploy(config: ClusterConfig, ray_address: str, report: Report, *, is_down: bool) -> int:

@@ -8,6 +8,8 @@ import contextlib
 import logging
 import os
 import secrets
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +30,7 @@ _ENVIRONMENT = {
     # Ray makes its workers nice (15); the worker is what the machine is there for.
     "RAY_worker_niceness": "0",
     "GLOG_minloglevel": "2",
+    "grpc_proxy": "",  # else gRPC takes http_proxy's, which is for the world outside
 }
 _UNWANTED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")
 
@@ -52,6 +55,8 @@ def local_ray(runtime_dir: Path) -> Iterator[None]:
         num_gpus=0,
         object_store_memory=_OBJECT_STORE_BYTES,
         resources={resource_name(role): _WORKERS_PER_ROLE for role in Role},
+        # Ray starts workers through a shell and quotes everything but the interpreter.
+        runtime_env={"py_executable": shlex.quote(sys.executable)},
         _temp_dir=str(runtime_dir / "ray"),
     )
     try:

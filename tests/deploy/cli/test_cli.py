@@ -1,11 +1,14 @@
 """The command line: what it loads, its exit codes and what it prints."""
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from deploy.cli.exit_codes import _CODES
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -96,7 +99,20 @@ def test_config_show_names_value_and_origin_and_hides_passwords(tmp_path: Path) 
     assert "hunter2" not in readable
 
 
-def test_version_is_the_installed_one() -> None:
+@pytest.mark.parametrize("argument", ["version", "--version"])
+def test_version_is_the_installed_one(argument: str) -> None:
     from importlib.metadata import version
 
-    assert run("version").stdout.strip() == version("pdserve")
+    assert run(argument).stdout.strip() == version("pdserve")
+
+
+@pytest.mark.parametrize("command", ["status", "up", "fetch-model"])
+def test_a_misspelt_variable_is_refused_by_every_command(command: str) -> None:
+    result = run(command, env={"PDSERVE_ROUTER_API_KEY_FILE": "keys.yaml"})
+    message = "there is no variable PDSERVE_ROUTER_API_KEY_FILE; did you mean 'PDSERVE_ROUTER_API_KEYS_FILE'?"
+    assert (result.returncode, result.stderr) == (2, f"pdserve: {message}\n")
+
+
+@pytest.mark.parametrize(("module", "name"), _CODES)
+def test_every_explained_error_is_where_it_is_looked_for(module: str, name: str) -> None:
+    assert issubclass(getattr(importlib.import_module(module), name), Exception)

@@ -8,7 +8,7 @@ from common.values.config import ClusterConfig, RouterSettings
 from deploy.cli.keys import hash_line, run_list, run_new
 from deploy.cli.main import app
 from deploy.client.credentials import admin_key_of, admin_key_of_environment, with_admin_key
-from deploy.config.settings import InvalidSettings
+from deploy.config.variables import InvalidSettings
 from router.tenants.key_file import parse_key_file
 
 

@@ -65,6 +65,11 @@ class ScriptedRouter:
         return {"status": "not ready", "reasons": ["no decode worker"]}
 
 
+def test_the_admin_api_is_asked_without_a_proxy(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert len(AdminClient(url).state()["workers"]) == 2
+
+
 @pytest.fixture
 def router() -> ScriptedRouter:
     return ScriptedRouter()

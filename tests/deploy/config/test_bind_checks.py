@@ -9,7 +9,8 @@ import pytest
 from common.tls.files import InvalidCertificate
 from common.values.config import ClusterConfig, TlsSettings
 from deploy.config.bind_checks import check_router, check_worker, check_worker_host, is_loopback
-from deploy.config.settings import InvalidSettings, load_settings, tls_flags
+from deploy.config.settings import load_settings, tls_flags
+from deploy.config.variables import InvalidSettings
 from tests.certificates import new_certs
 
 OUTSIDE = ("0.0.0.0", "::", "10.0.0.1", "pdserve.example.org", "192.168.1.2", "128.0.0.1", "")

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from common.values.config import ClusterConfig
-from deploy.config.settings import InvalidSettings, describe, env_name, load_settings, redact_url
+from deploy.config.settings import describe, load_settings, redact_url
+from deploy.config.variables import InvalidSettings, check_variables, env_name, setting_paths
 
 
 @pytest.fixture
@@ -40,10 +41,42 @@ def test_no_two_settings_share_an_environment_variable() -> None:
     assert env_name("redis_url") == "PDSERVE_REDIS_URL"
 
 
-def test_variables_that_name_no_setting_are_left_alone() -> None:
-    """As Kubernetes sets them for a service called pdserve."""
-    environ = {"PDSERVE_PORT": "tcp://10.0.0.1:8000", "PDSERVE_SERVICE_HOST": "10.0.0.1"}
-    assert load_settings({}, None, environ).config == ClusterConfig()
+def test_variables_of_kubernetes_service_links_are_left_alone() -> None:
+    """As Kubernetes sets them for services called pdserve and pdserve-router."""
+    links = {
+        "PDSERVE_PORT": "tcp://10.0.0.1:8000",
+        "PDSERVE_SERVICE_HOST": "10.0.0.1",
+        "PDSERVE_SERVICE_PORT": "8000",
+        "PDSERVE_ROUTER_SERVICE_PORT_HTTP": "8000",
+        "PDSERVE_ROUTER_PORT": "tcp://10.0.0.1:8000",
+        "PDSERVE_ROUTER_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "PDSERVE_ROUTER_PORT_8000_TCP_ADDR": "10.0.0.1",
+    }
+    assert load_settings({}, None, links).config == ClusterConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("PDSERVE_ROUTER_API_KEY_FILE", "PDSERVE_ROUTER_API_KEYS_FILE"),
+        ("PDSERVE_ROUTER_GPRC_PORT", "PDSERVE_ROUTER_GRPC_PORT"),
+        ("PDSERVE_ROUTER_ROUTER_ID", "PDSERVE_ROUTER_ID"),
+        ("PDSERVE_REDIS", "PDSERVE_REDIS_URL"),
+        ("PDSERVE_APIKEY", "PDSERVE_API_KEY"),
+        ("PDSERVE_zzz", ""),
+    ],
+)
+def test_a_misspelt_variable_is_refused_with_a_suggestion(name: str, meant: str) -> None:
+    with pytest.raises(InvalidSettings) as caught:
+        load_settings({}, None, {name: "8000"})
+    expected = f"did you mean '{meant}'" if meant else "pdserve config show lists them"
+    assert str(caught.value) == f"there is no variable {name}; {expected}{'?' if meant else ''}"
+
+
+def test_every_setting_may_come_from_its_variable() -> None:
+    paths = [setting.path for setting in load_settings({}, None, {}).values]
+    assert list(setting_paths()) == paths
+    check_variables(dict.fromkeys(map(env_name, paths), "x"))
 
 
 @pytest.mark.parametrize(

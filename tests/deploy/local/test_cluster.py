@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -35,13 +35,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Started:
     """A `pdserve up --json` below a parent process, ready."""
 
-    def __init__(self, model: Path, directory: Path) -> None:
+    def __init__(
+        self, model: Path, directory: Path, python: str = sys.executable, env: Mapping[str, str] | None = None
+    ) -> None:
         self.log_path = directory / "up.log"
         ports = [str(free_port()), str(free_port())]
         self.options = ["--model", str(model), "--http-port", ports[0], "--grpc-port", ports[1], "--dtype", "float32"]
         with self.log_path.open("wb") as log:
             self.parent = subprocess.Popen(
-                [sys.executable, "-c", PARENT, "up", "--json", *self.options],
+                [python, "-c", PARENT, "up", "--json", *self.options],
+                env={**os.environ, **(env or {})},
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -71,8 +74,14 @@ class Started:
 
 
 def test_up_ends_with_its_parent_and_refuses_a_second_start_on_its_ports(model: Path, tmp_path: Path) -> None:
-    """1. ready, with what to do next; 2. a second start fails before it starts anything; 3. the parent is killed."""
-    started = Started(model, tmp_path)
+    """On a machine with a space in the interpreter's path, a proxy that is not there, and a locale that is not either.
+
+    1. ready, with what to do next; 2. a second start fails before it starts anything; 3. the parent is killed.
+    """
+    (tmp_path / "a b").symlink_to(sys.prefix)
+    proxy = f"http://127.0.0.1:{free_port()}"
+    environment = {**dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), proxy), "LC_ALL": "xx_YY.UTF-8"}
+    started = Started(model, tmp_path, str(tmp_path / "a b" / "bin" / "python"), environment)
     try:
         assert [worker["state"] for worker in started.description["workers"]] == ["ready", "ready"]
         assert started.description["model"] == "tiny"

@@ -50,6 +50,13 @@ def test_a_server_that_died_comes_back_at_the_same_url(tmp_path: Path) -> None:
     own.stop()
 
 
+@pytest.mark.parametrize("binary", binaries(), ids=lambda path: Path(path).name)
+def test_an_own_server_starts_whatever_the_locale(binary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "xx_YY.UTF-8")
+    monkeypatch.setenv("LANG", "nonsense")
+    redis_server.start_redis(binary, tmp_path).stop()
+
+
 async def test_starting_again_leaves_the_event_loop_free(tmp_path: Path) -> None:
     own = OwnRedis(binaries()[0], tmp_path)
     num_turns = 0
