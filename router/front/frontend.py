@@ -67,7 +67,7 @@ class Frontend:
     ) -> ValidRequest:
         """Tokenize and validate. Raises InvalidRequest, and RateLimited before any of that."""
         tenant.check_places()
-        self.validator.check_model(spec.model)
+        self.validator.check_model(spec.stated.model or "")
         token_ids = await self.tokenize(spec.prompt)
         request = self.validator.validate(spec, token_ids, request_id, tenant)
         if trace_parent:

@@ -5,8 +5,11 @@ None always means "not stated": the model's advice applies, then the server's de
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
+import msgspec
+
+from router.request import limits
 from router.text.chat_template import Message
 
 
@@ -31,36 +34,68 @@ class TokenPrompt:
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingSpec:
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] = ()
-    num_logprobs: int | None = None
+class Range(NamedTuple):
+    """Of a number. NaN is in none."""
+
+    low: float
+    high: float = float("inf")
+    has_low: bool = True
+
+    def holds(self, value: float) -> bool:
+        return (self.low <= value if self.has_low else self.low < value) and value <= self.high
+
+    def __str__(self) -> str:
+        if not self.has_low:
+            return f"above {self.low:g} and at most {self.high:g}"
+        return f"{self.low} or more" if self.high == float("inf") else f"between {self.low} and {self.high}"
+
+
+def _within(low: float, high: float = float("inf"), *, has_low: bool = True) -> msgspec.Meta:
+    """Read by `validation`, for errors that name the API's field, and by the OpenAPI description."""
+    schema = {"minimum" if has_low else "exclusiveMinimum": low}
+    if high != float("inf"):
+        schema["maximum"] = high
+    return msgspec.Meta(extra_json_schema=schema, extra={"range": Range(low, high, has_low)})
+
+
+class Stated(msgspec.Struct, kw_only=True):
+    """What both APIs let a client state under the same names, which gRPC puts into groups."""
+
+    model: str | None = None
+    n: Annotated[int, _within(1, limits.MAX_CHOICES)] | None = None
+    temperature: Annotated[float, _within(0, 2)] | None = None
+    top_p: Annotated[float, _within(0, 1, has_low=False)] | None = None
+    top_k: Annotated[int, _within(-1)] | None = None
+    min_p: Annotated[float, _within(0, 1)] | None = None
+    presence_penalty: Annotated[float, _within(-2, 2)] | None = None
+    frequency_penalty: Annotated[float, _within(-2, 2)] | None = None
+    repetition_penalty: Annotated[float, _within(0.01, 100)] | None = None
+    seed: Annotated[int, _within(-(2**63), 2**63 - 1)] | None = None
+    logit_bias: dict[int, Annotated[float, _within(-100, 100)]] | None = None
+    allowed_token_ids: list[int] | None = None
+    min_tokens: Annotated[int, _within(0)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, _within(-100, 100)] | None = None
+    cache_salt: str | None = None
+
+
+def _ranges() -> Mapping[str, Range]:
+    hints = get_type_hints(Stated, include_extras=True)
+    metas = {name: getattr(get_args(hint)[0], "__metadata__", ()) for name, hint in hints.items()}
+    return {name: meta[0].extra["range"] for name, meta in metas.items() if meta}
+
+
+RANGES = _ranges()
 
 
 @dataclass(frozen=True, slots=True)
-class StopSpec:
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop: bool = False
+class Pins:
+    """Workers that must do it, for debugging."""
 
-
-@dataclass(frozen=True, slots=True)
-class RoutingSpec:
-    priority: int = 0
-    cache_salt: str = ""
-    deadline_s: float | None = None
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
     force_colocated: bool = False
@@ -68,15 +103,17 @@ class RoutingSpec:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """`api_names` maps our name of a field to the API's, where they differ; errors use the API's."""
+    """`max_tokens` and `num_logprobs` stand apart: the APIs state them under several names.
 
-    model: str
+    `api_names` maps our name of a field to the API's, where they differ; errors use the API's.
+    """
+
     prompt: Prompt
-    num_choices: int = 1
-    sampling: SamplingSpec = field(default_factory=SamplingSpec)
-    stop: StopSpec = field(default_factory=StopSpec)
-    routing: RoutingSpec = field(default_factory=RoutingSpec)
-    skip_special_tokens: bool = True
+    stated: Stated = field(default_factory=Stated)
+    max_tokens: int | None = None
+    num_logprobs: int | None = None
+    deadline_s: float | None = None
+    pins: Pins = field(default_factory=Pins)
     return_text: bool = True
     echo: bool = False
     api_names: Mapping[str, str] = field(default_factory=dict)

@@ -1,47 +1,48 @@
 """The one validator of both APIs: turns what a client stated into a request that cannot harm a worker. Pure: no IO.
 
-What is accepted (everything else is an InvalidRequest that names the field):
+What is accepted (everything else is an InvalidRequest that names the field): numbers within the ranges of
+`router.request.spec`, and
 
-    temperature          0 ... 2; below 1e-5 means greedy
-    top_p                above 0 ... 1
-    top_k                -1 or 0 = off, 1 or more; beyond the vocabulary = off
-    min_p                0 ... 1
-    presence_penalty     -2 ... 2
-    frequency_penalty    -2 ... 2
-    repetition_penalty   0.01 ... 100
-    seed                 any signed 64-bit number; none = a random one
-    n                    1 ... 8
+    temperature          below 1e-5 means greedy
+    top_k                -1 or 0 = off, as is anything beyond the vocabulary
+    seed                 none = a random one
     max_tokens           1 or more; prompt + max_tokens within the model's context
     min_tokens           0 ... max_tokens
     logprobs             0 ... 20
-    logit_bias           300 entries, ids of the vocabulary, values -100 ... 100
+    logit_bias           300 entries, ids of the vocabulary
     stop                 4 strings of 1 ... 64 characters
     stop_token_ids       64 ids of the vocabulary
     allowed_token_ids    1,024 ids of the vocabulary; with min_tokens one at least that does not end the answer
-    priority             -100 (a tenant's own limit, with API keys) ... 100, lower runs earlier
+    priority             lower runs earlier; with API keys not below the tenant's own limit
     cache_salt           128 characters; with API keys only of tenants that may
 
 NaN and infinities are outside of every range. max_tokens not stated: as the model's authors advise, else 16 for a
 completion and what the context holds for a chat; only a default is clipped to the context, never a stated value.
 """
 
+import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from common.values.errors import ModelNotFound
+from common.values.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from common.values.ids import RequestId
 from common.values.request import SamplingParams
 from router.core.generation import GenerationRequest
 from router.request import limits
-from router.request.checks import Checks
 from router.request.served_model import ServedModel
-from router.request.spec import ChatPrompt, RequestSpec, TextPrompt
+from router.request.spec import RANGES, ChatPrompt, Range, RequestSpec, TextPrompt
 from router.tenants.tenants import Tenant
 from router.text.choice_text import TextOptions
 
 DEFAULT_COMPLETION_TOKENS = 16
+_GREEDY_BELOW = 1e-5
 _SEED_MODULUS = 2**64
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+# Numbers that need nothing but their range.
+_PLAIN = [name for name in RANGES if _DEFAULTS.get(name, dataclasses.MISSING) is not dataclasses.MISSING]
+_PLAIN.remove("min_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,51 +72,179 @@ class Validator:
         self, spec: RequestSpec, token_ids: Sequence[int], request_id: RequestId, tenant: Tenant
     ) -> ValidRequest:
         """`token_ids` are the tokens of `spec.prompt`."""
-        check = Checks(spec, self._model)
+        check = _Checks(spec, self._model)
         check.prompt(token_ids)
-        max_tokens = check.max_tokens(len(token_ids), self._default_max_tokens(spec))
+        sampling = check.sampling(len(token_ids), self._seeds)
+        stated, pins = spec.stated, spec.pins
         generation = GenerationRequest(
             request_id=request_id,
             token_ids=tuple(token_ids),
-            sampling=self._sampling(check, max_tokens),
-            num_choices=check.integer("n", spec.num_choices, 1, limits.MAX_CHOICES),
-            priority=check.integer("priority", spec.routing.priority, tenant.min_priority, 100),
-            cache_salt=tenant.cache_salt(check.cache_salt()),
+            sampling=sampling,
+            num_choices=check.within("n", 1 if stated.n is None else stated.n),
+            priority=check.within("priority", stated.priority or 0, low=tenant.min_priority),
+            cache_salt=tenant.cache_salt(check.length("cache_salt", stated.cache_salt, limits.MAX_CACHE_SALT_LENGTH)),
             tenant=tenant.name,
             deadline_s=check.deadline_s(self._default_deadline_s),
-            prefill_worker_id=check.worker_id("prefill_worker_id", spec.routing.prefill_worker_id),
-            decode_worker_id=check.worker_id("decode_worker_id", spec.routing.decode_worker_id),
-            force_colocated=spec.routing.force_colocated,
+            prefill_worker_id=check.length("prefill_worker_id", pins.prefill_worker_id, limits.MAX_REQUEST_ID_LENGTH),
+            decode_worker_id=check.length("decode_worker_id", pins.decode_worker_id, limits.MAX_REQUEST_ID_LENGTH),
+            force_colocated=pins.force_colocated,
         )
         echo_text = spec.prompt.text if isinstance(spec.prompt, TextPrompt) else ""
         return ValidRequest(generation, check.text_options(), tenant, echo_text if spec.echo else None)
 
-    def _default_max_tokens(self, spec: RequestSpec) -> int:
+
+class _Checks:
+    """Of one request. Each method returns the value to use, or raises InvalidRequest with the API's field name."""
+
+    def __init__(self, spec: RequestSpec, model: ServedModel) -> None:
+        self._spec = spec
+        self._stated = spec.stated
+        self._model = model
+
+    def prompt(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            raise self._invalid("prompt", "is empty")
+        if min(token_ids) < 0 or max(token_ids) >= self._model.vocab_size:
+            raise self._invalid("prompt", f"holds token ids outside 0 ... {self._model.vocab_size - 1}")
+        if len(token_ids) >= self._model.max_model_len:
+            raise self._too_long(len(token_ids), 1)
+
+    def sampling(self, num_prompt_tokens: int, seeds: random.Random) -> SamplingParams:
+        """What the workers hear of how to sample and when to stop."""
+        stated, seed = self._stated, self._stated.seed
+        eos_ids = () if stated.ignore_eos else self._model.eos_token_ids
+        stop_ids = (*eos_ids, *self._token_ids("stop_token_ids", limits.MAX_STOP_TOKEN_IDS))
+        max_tokens = self._max_tokens(num_prompt_tokens)
+        return SamplingParams(
+            seed=self.within("seed", seeds.getrandbits(63) if seed is None else seed) % _SEED_MODULUS,
+            max_tokens=max_tokens,
+            min_tokens=self.within("min_tokens", stated.min_tokens or 0, high=max_tokens),
+            logit_bias=self._logit_bias(),
+            allowed_token_ids=self._allowed_token_ids(stop_ids),
+            num_logprobs=self._num_logprobs(),
+            stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+            **self._numbers(),
+        )
+
+    def within(self, field: str, value: Any, low: float | None = None, high: float | None = None) -> Any:
+        """`low` and `high`: this request's own limits, where the field's are wider."""
+        allowed = RANGES[field]
+        narrowed = Range(allowed.low if low is None else low, allowed.high if high is None else high, allowed.has_low)
+        if not narrowed.holds(value):
+            raise self._invalid(field, f"must be {narrowed}, got {_shortened(value)}")
+        return value
+
+    def length(self, field: str, text: str | None, max_length: int) -> str:
+        if text is not None and len(text) > max_length:
+            raise self._invalid(field, f"is longer than {max_length} characters")
+        return text or ""
+
+    def deadline_s(self, default: float) -> float:
+        """A client may ask for less than the default and for more."""
+        value = self._spec.deadline_s
+        if value is None:
+            return default
+        if not limits.MIN_DEADLINE_S <= value <= limits.MAX_DEADLINE_S:
+            raise self._invalid("deadline", f"must be between {limits.MIN_DEADLINE_S} and {limits.MAX_DEADLINE_S:g} s")
+        return value
+
+    def text_options(self) -> TextOptions:
+        stated = self._stated
+        stops = [stated.stop] if isinstance(stated.stop, str) else stated.stop or []
+        if len(stops) > limits.MAX_STOP_STRINGS:
+            raise self._invalid("stop", f"holds {len(stops)} strings, at most {limits.MAX_STOP_STRINGS} are allowed")
+        if not all(0 < len(text) <= limits.MAX_STOP_LENGTH for text in stops):
+            raise self._invalid("stop", f"must hold strings of 1 to {limits.MAX_STOP_LENGTH} characters")
+        return TextOptions(
+            stops=tuple(dict.fromkeys(stops)),
+            include_stop=bool(stated.include_stop_str_in_output),
+            skip_special_tokens=stated.skip_special_tokens is not False,
+            return_text=self._spec.return_text,
+            min_tokens=stated.min_tokens or 0,
+            stop_token_ids=frozenset(stated.stop_token_ids or ()),
+        )
+
+    def _numbers(self) -> dict[str, Any]:
+        """Those that need nothing but their range: as stated, else as the model's authors advise."""
+        advised = self._model.generation_defaults
+        values: dict[str, Any] = {}
+        for name in _PLAIN:
+            value = getattr(self._stated, name)
+            default = _DEFAULTS[name]
+            values[name] = self.within(name, type(default)(advised.get(name, default)) if value is None else value)
+        values["temperature"] = 0.0 if values["temperature"] < _GREEDY_BELOW else values["temperature"]
+        values["top_k"] = values["top_k"] if 0 < values["top_k"] < self._model.vocab_size else 0
+        return values
+
+    def _max_tokens(self, num_prompt_tokens: int) -> int:
+        """A stated value must fit the context; the default is clipped to it."""
+        room, stated = self._model.max_model_len - num_prompt_tokens, self._spec.max_tokens
+        if stated is None:
+            return min(self._default_max_tokens(), room)
+        if stated < 1:
+            raise self._invalid("max_tokens", f"must be at least 1, got {_shortened(stated)}")
+        if stated > room:
+            raise self._too_long(num_prompt_tokens, stated)
+        return stated
+
+    def _default_max_tokens(self) -> int:
         advised = self._model.generation_defaults.get("max_new_tokens")
         if advised:
             return int(advised)
-        return self._model.max_model_len if isinstance(spec.prompt, ChatPrompt) else DEFAULT_COMPLETION_TOKENS
+        return self._model.max_model_len if isinstance(self._spec.prompt, ChatPrompt) else DEFAULT_COMPLETION_TOKENS
 
-    def _sampling(self, check: Checks, max_tokens: int) -> SamplingParams:
-        sampling, stop = check.spec.sampling, check.spec.stop
-        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
-        own_stop_ids = check.token_ids("stop_token_ids", stop.stop_token_ids, limits.MAX_STOP_TOKEN_IDS)
-        eos_ids = () if stop.ignore_eos else self._model.eos_token_ids
-        stop_ids = tuple(dict.fromkeys((*eos_ids, *own_stop_ids)))
-        min_tokens, allowed_ids = check.min_tokens(max_tokens), check.allowed_token_ids(stop_ids)
-        return SamplingParams(
-            seed=check.integer("seed", seed, -(2**63), 2**63 - 1) % _SEED_MODULUS,
-            max_tokens=max_tokens,
-            temperature=check.temperature(),
-            top_k=check.top_k(),
-            top_p=check.top_p(),
-            min_p=check.float_in_range("min_p", sampling.min_p),
-            presence_penalty=check.float_in_range("presence_penalty", sampling.presence_penalty),
-            frequency_penalty=check.float_in_range("frequency_penalty", sampling.frequency_penalty),
-            repetition_penalty=check.float_in_range("repetition_penalty", sampling.repetition_penalty),
-            logit_bias=check.logit_bias(),
-            allowed_token_ids=allowed_ids,
-            num_logprobs=check.num_logprobs(),
-            min_tokens=min_tokens,
-            stop_token_ids=stop_ids,
+    def _token_ids(self, field: str, max_num: int) -> tuple[int, ...]:
+        token_ids = getattr(self._stated, field) or ()
+        if len(token_ids) > max_num:
+            raise self._invalid(field, f"holds {len(token_ids)} ids, at most {max_num} are allowed")
+        for token_id in token_ids:
+            self._in_vocabulary(field, token_id)
+        return tuple(token_ids)
+
+    def _allowed_token_ids(self, stop_token_ids: Collection[int]) -> tuple[int, ...]:
+        allowed = self._token_ids("allowed_token_ids", limits.MAX_ALLOWED_TOKEN_IDS)
+        if allowed and self._stated.min_tokens and set(allowed) <= set(stop_token_ids):
+            raise self._invalid("allowed_token_ids", "holds only tokens that end an answer, which min_tokens forbids")
+        return allowed
+
+    def _logit_bias(self) -> tuple[tuple[int, float], ...]:
+        bias = self._stated.logit_bias or {}
+        if len(bias) > limits.MAX_LOGIT_BIAS:
+            raise self._invalid("logit_bias", f"holds {len(bias)} entries, at most {limits.MAX_LOGIT_BIAS} are allowed")
+        for token_id, value in bias.items():
+            self._in_vocabulary("logit_bias", token_id)
+            if not -100.0 <= value <= 100.0:
+                raise self._invalid("logit_bias", f"must be between -100 and 100, got {value}")
+        return tuple(sorted(bias.items()))
+
+    def _num_logprobs(self) -> int | None:
+        value = self._spec.num_logprobs
+        if value is not None and not 0 <= value <= limits.MAX_LOGPROBS:
+            raise self._invalid("logprobs", f"must be between 0 and {limits.MAX_LOGPROBS}, got {_shortened(value)}")
+        return value
+
+    def _in_vocabulary(self, field: str, token_id: int) -> None:
+        if not 0 <= token_id < self._model.vocab_size:
+            problem = f"holds token id {_shortened(token_id)}, outside 0 ... {self._model.vocab_size - 1}"
+            raise self._invalid(field, problem)
+
+    def _too_long(self, num_prompt_tokens: int, max_tokens: int) -> ContextLengthExceeded:
+        field = "prompt" if num_prompt_tokens >= self._model.max_model_len else "max_tokens"
+        return ContextLengthExceeded(
+            f"the model's context is {self._model.max_model_len} tokens; "
+            f"the prompt has {num_prompt_tokens} and max_tokens asks for {_shortened(max_tokens)} more",
+            param=self._name(field),
         )
+
+    def _invalid(self, field: str, problem: str) -> InvalidRequest:
+        """The error to raise: `problem` continues the sentence that the field's name begins."""
+        name = self._name(field)
+        return InvalidRequest(f"{name} {problem}", param=name)
+
+    def _name(self, field: str) -> str:
+        return self._spec.api_names.get(field, field)
+
+
+def _shortened(value: float) -> str:
+    """A number for a message: clients may send thousands of digits."""
+    return str(value) if not isinstance(value, int) or -(2**64) < value < 2**64 else "a number beyond 64 bits"

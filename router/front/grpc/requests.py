@@ -1,56 +1,47 @@
 """What a `GenerateRequest` asks for, as a `RequestSpec`. Pure: no IO. Ranges are left to `validation`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from common.values.errors import InvalidRequest, Unsupported
 from common.wire.pb import generation_pb2 as pb
+from router.front.openai.fields import check_unused
 from router.front.openai.prompts import check_template_kwargs
 from router.request import limits
-from router.request.spec import (
-    ChatPrompt,
-    Prompt,
-    RequestSpec,
-    RoutingSpec,
-    SamplingSpec,
-    StopSpec,
-    TextPrompt,
-    TokenPrompt,
-)
+from router.request.spec import ChatPrompt, Pins, Prompt, RequestSpec, Stated, TextPrompt, TokenPrompt
 from router.text.chat_template import Message as ChatMessage
 from router.text.chat_template import chat_message
 
 _ROLES = ("system", "developer", "user", "assistant")
-_SAMPLING_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-API_NAMES = {
-    **{name: f"sampling.{name}" for name in (*_SAMPLING_FLOATS, "top_k", "seed", "n", "logit_bias")},
-    "allowed_token_ids": "sampling.allowed_token_ids",
-    "max_tokens": "stop.max_tokens",
-    "min_tokens": "stop.min_tokens",
-    "stop": "stop.stop",
-    "stop_token_ids": "stop.stop_token_ids",
-    "logprobs": "output.logprobs",
-    "prefill_worker_id": "routing.prefill_worker_id",
-    "decode_worker_id": "routing.decode_worker_id",
+_GROUPS: Mapping[str, Descriptor] = {
+    "sampling": pb.SamplingParams.DESCRIPTOR,
+    "stop": pb.StopConditions.DESCRIPTOR,
+    "output": pb.OutputOptions.DESCRIPTOR,
+    "routing": pb.RoutingHints.DESCRIPTOR,
 }
+# Ours are those of OpenAI's API; here fields stand in groups.
+API_NAMES = {name: f"{group}.{name}" for group, message in _GROUPS.items() for name in message.fields_by_name}
 _PROMPT_NAMES = {"prompt": "prompt", "token_ids": "token_ids.ids", "chat": "chat.messages"}
+_STATED = frozenset(Stated.__struct_fields__)
+_READ_APART = frozenset({"max_tokens", "logprobs", "return_text", "echo", "return_timings"})
 _template_kwargs = msgspec.json.Decoder(dict[str, Any])
 
 
 def generate_spec(request: pb.GenerateRequest, deadline_s: float | None) -> RequestSpec:
     """Raises InvalidRequest."""
-    _refuse_unsupported(request)
-    output = request.output
+    check_unused("session_id", request.session_id or None)
+    output, routing = request.output, request.routing
     kind = request.WhichOneof("input") or ""
     return RequestSpec(
-        model=request.model,
         prompt=prompt_of(request),
-        num_choices=request.sampling.n if request.sampling.HasField("n") else 1,
-        sampling=_sampling(request),
-        stop=_stop(request.stop),
-        routing=_routing(request, deadline_s),
-        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
+        stated=_stated(request),
+        max_tokens=request.stop.max_tokens if request.stop.HasField("max_tokens") else None,
+        num_logprobs=output.logprobs if output.HasField("logprobs") else None,
+        deadline_s=deadline_s,
+        pins=Pins(routing.prefill_worker_id, routing.decode_worker_id, routing.force_colocated),
         return_text=output.return_text if output.HasField("return_text") else True,
         echo=output.echo,
         api_names={**API_NAMES, "prompt": _PROMPT_NAMES[kind]},
@@ -104,72 +95,29 @@ def _kwargs(text: str) -> dict[str, Any]:
     return kwargs
 
 
-def _sampling(request: pb.GenerateRequest) -> SamplingSpec:
-    sampling = request.sampling
-    return SamplingSpec(
-        **{name: _optional_float(sampling, name) for name in _SAMPLING_FLOATS},
-        top_k=_optional(sampling, "top_k"),
-        seed=_optional(sampling, "seed"),
-        logit_bias=_logit_bias(sampling),
-        allowed_token_ids=tuple(sampling.allowed_token_ids),
-        num_logprobs=_optional(request.output, "logprobs"),
-    )
+def _stated(request: pb.GenerateRequest) -> Stated:
+    """What is set of the fields that have the same names in both APIs; what nothing reads is refused."""
+    values: dict[str, Any] = {"model": request.model, "priority": request.priority, "cache_salt": request.cache_salt}
+    for group in (request.sampling, request.stop, request.output):
+        for field, value in group.ListFields():
+            if field.name in _STATED:
+                values[field.name] = _plain(field, value)
+            elif field.name not in _READ_APART:
+                check_unused(field.name, value, API_NAMES[field.name].removesuffix(field.name))
+    return Stated(**values)
 
 
-def _logit_bias(sampling: pb.SamplingParams) -> dict[int, float]:
-    """Counted before it is read: 1 MiB holds 100,000 entries, and nobody is answered while they are read."""
-    bias, param = sampling.logit_bias, API_NAMES["logit_bias"]
-    if len(bias) > limits.MAX_LOGIT_BIAS:
-        message = f"{param} holds {len(bias)} entries, at most {limits.MAX_LOGIT_BIAS} are allowed"
-        raise InvalidRequest(message, param=param)
-    return {token_id: _shortest(value) for token_id, value in bias.items()}
-
-
-def _stop(stop: pb.StopConditions) -> StopSpec:
-    return StopSpec(
-        max_tokens=_optional(stop, "max_tokens"),
-        min_tokens=_optional(stop, "min_tokens"),
-        stop=tuple(stop.stop),
-        stop_token_ids=tuple(stop.stop_token_ids),
-        ignore_eos=stop.ignore_eos,
-        include_stop=stop.include_stop_str_in_output,
-    )
-
-
-def _routing(request: pb.GenerateRequest, deadline_s: float | None) -> RoutingSpec:
-    return RoutingSpec(
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        deadline_s=deadline_s,
-        prefill_worker_id=request.routing.prefill_worker_id,
-        decode_worker_id=request.routing.decode_worker_id,
-        force_colocated=request.routing.force_colocated,
-    )
-
-
-def _refuse_unsupported(request: pb.GenerateRequest) -> None:
-    sampling = request.sampling
-    constraint = sampling.WhichOneof("constraint")
-    used = {
-        f"sampling.{constraint}": constraint is not None,
-        "sampling.bad_words": bool(sampling.bad_words),
-        "sampling.use_beam_search": sampling.use_beam_search,
-        "sampling.length_penalty": sampling.HasField("length_penalty") and sampling.length_penalty != 1.0,
-        "output.prompt_logprobs": request.output.HasField("prompt_logprobs"),
-        "session_id": bool(request.session_id),
-    }
-    for name, is_used in used.items():
-        if is_used:
-            raise Unsupported(f"{name} is not supported yet", param=name)
-
-
-# The generated stubs know each field's name as a type of its own.
-def _optional(message: Any, name: str) -> int | None:
-    return int(getattr(message, name)) if message.HasField(name) else None
-
-
-def _optional_float(message: Any, name: str) -> float | None:
-    return _shortest(getattr(message, name)) if message.HasField(name) else None
+def _plain(field: FieldDescriptor, value: Any) -> Any:
+    """A map is counted before it is read: 1 MiB holds 100,000 entries, and nobody is answered while they are read."""
+    if field.message_type is not None:
+        if len(value) > limits.MAX_LOGIT_BIAS:
+            param = API_NAMES[field.name]
+            message = f"{param} holds {len(value)} entries, at most {limits.MAX_LOGIT_BIAS} are allowed"
+            raise InvalidRequest(message, param=param)
+        return {key: _shortest(item) for key, item in value.items()}
+    if field.is_repeated:
+        return list(value)
+    return _shortest(value) if isinstance(value, float) else value
 
 
 def _shortest(value: float) -> float:

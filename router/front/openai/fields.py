@@ -52,10 +52,14 @@ _ADVICE = {
 def refuse_unsupported(body: msgspec.Struct, fields: Iterable[str], prefix: str = "") -> None:
     """Raise Unsupported for the first of `fields` whose value asks for something."""
     for name in fields:
-        value = getattr(body, name)
-        if value is not None and value not in _NEUTRAL.get(name, ()):
-            advice = f"; {_ADVICE[name]}" if name in _ADVICE else ""
-            raise Unsupported(f"{prefix}{name} is not supported yet{advice}", param=prefix + name)
+        check_unused(name, getattr(body, name), prefix)
+
+
+def check_unused(name: str, value: object, prefix: str = "") -> None:
+    """Raise Unsupported when the value of a field that is not offered asks for something."""
+    if value is not None and value not in _NEUTRAL.get(name, ()):
+        advice = f"; {_ADVICE[name]}" if name in _ADVICE else ""
+        raise Unsupported(f"{prefix}{name} is not supported yet{advice}", param=prefix + name)
 
 
 def unknown_field(name: str, path: str, known: Iterable[str]) -> InvalidRequest:

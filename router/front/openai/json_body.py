@@ -14,7 +14,7 @@ from router.request import limits
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
-_LOCATED = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_LOCATED = re.compile(r"(?P<problem>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`")
 # The one fault whose text repeats a value; names of fields are repeated on purpose.

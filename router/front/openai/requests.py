@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from router.request.spec import Stated
+
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
@@ -14,33 +16,13 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: Any = None
 
 
-class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class GenerationBody(Stated, forbid_unknown_fields=True, kw_only=True):
     """What completions and chats share. `user` is accepted and has no effect, as at OpenAI."""
 
-    model: str | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     user: str | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_timings: bool | None = None
     # Known and not supported, see `router.front.openai.fields`.

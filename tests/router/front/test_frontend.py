@@ -16,7 +16,7 @@ from router.front.in_flight import InFlight
 from router.front.merge import merged
 from router.front.output import Deltas, Summary
 from router.request import limits
-from router.request.spec import ChatPrompt, RequestSpec, StopSpec, TextPrompt
+from router.request.spec import ChatPrompt, RequestSpec, Stated, TextPrompt
 from router.request.validation import Validator
 from router.tenants.tenants import Tenant
 from router.text.tokenizer import PromptTokenizer
@@ -24,7 +24,7 @@ from tests.router.front.http_rig import MODEL, build_frontend, ids, in_flight
 from tests.router.front.scripted_service import Pause, Script, ScriptedService, accepted, always, tokens
 from tests.router.text.tokenizers_for_tests import byte_tokenizer
 
-SPEC = RequestSpec("", TextPrompt("x"))
+SPEC = RequestSpec(TextPrompt("x"))
 
 
 class CountingMetrics:
@@ -99,7 +99,7 @@ async def test_a_stop_string_stops_only_its_choice() -> None:
 
     service = ScriptedService(script)
     frontend = build_frontend(service)
-    spec = RequestSpec("", TextPrompt("x"), num_choices=2, stop=StopSpec(stop=("STOP",)))
+    spec = RequestSpec(TextPrompt("x"), Stated(n=2, stop="STOP"))
     updates = [update async for update in frontend.run(await frontend.admit(spec, RequestId("r"), Tenant("")))]
     texts = {0: "", 1: ""}
     for update in updates:

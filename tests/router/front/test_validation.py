@@ -10,7 +10,7 @@ from common.values.errors import InvalidRequest
 from common.values.ids import RequestId
 from common.values.request import SamplingParams
 from router.request.served_model import ServedModel
-from router.request.spec import ChatPrompt, RequestSpec, SamplingSpec, StopSpec, TextPrompt
+from router.request.spec import ChatPrompt, RequestSpec, Stated, TextPrompt
 from router.request.validation import Validator, ValidRequest
 from router.tenants.tenants import Tenant
 from tests.router.front.http_rig import MODEL
@@ -21,12 +21,8 @@ def validate(spec: RequestSpec, model: ServedModel = MODEL, num_tokens: int = 3)
 
 
 def sampled(model: ServedModel = MODEL, **fields: Any) -> SamplingParams:
-    spec = RequestSpec("", TextPrompt("x"), sampling=SamplingSpec(**fields))
-    return validate(spec, model).generation.sampling
-
-
-def stopped(**fields: Any) -> SamplingParams:
-    return validate(RequestSpec("", TextPrompt("x"), stop=StopSpec(**fields))).generation.sampling
+    apart = {name: fields.pop(name, None) for name in ("max_tokens", "num_logprobs")}
+    return validate(RequestSpec(TextPrompt("x"), Stated(**fields), **apart), model).generation.sampling
 
 
 @pytest.mark.parametrize(
@@ -76,14 +72,14 @@ def test_edges_become_their_meaning() -> None:
 
 def test_a_seed_is_drawn_when_none_is_stated() -> None:
     validator = Validator(MODEL, 10.0, random.Random(1))
-    spec = RequestSpec("", TextPrompt("x"))
+    spec = RequestSpec(TextPrompt("x"))
     seeds = {validator.validate(spec, [65], RequestId("r"), Tenant("")).generation.sampling.seed for _ in range(20)}
     assert len(seeds) == 20
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_the_core_hears_whose_request_it_is() -> None:
-    spec = RequestSpec("", TextPrompt("x"))
+    spec = RequestSpec(TextPrompt("x"))
     request = Validator(MODEL, 10.0, random.Random(1)).validate(spec, [65], RequestId("r"), Tenant("acme"))
     assert request.generation.tenant == "acme"
 
@@ -101,30 +97,29 @@ def test_the_models_advice_applies_where_the_client_says_nothing() -> None:
 def test_min_tokens_need_a_token_that_does_not_end_the_answer() -> None:
     """Else nothing could be drawn, and the client would be told of a fault of ours."""
     eos = MODEL.eos_token_ids[0]
-    for allowed, stop_ids, is_fine in (((eos,), (), False), ((5, 6), (6, 5), False), ((5, eos), (), True)):
-        stop = StopSpec(max_tokens=8, min_tokens=3, stop_token_ids=stop_ids)
-        spec = RequestSpec("", TextPrompt("x"), sampling=SamplingSpec(allowed_token_ids=allowed), stop=stop)
+    for allowed, stop_ids, is_fine in (([eos], [], False), ([5, 6], [6, 5], False), ([5, eos], [], True)):
+        fields = {"max_tokens": 8, "min_tokens": 3, "allowed_token_ids": allowed, "stop_token_ids": stop_ids}
         if is_fine:
-            assert validate(spec).generation.sampling.allowed_token_ids == allowed
+            assert sampled(**fields).allowed_token_ids == tuple(allowed)
         else:
             with pytest.raises(InvalidRequest, match="allowed_token_ids"):
-                validate(spec)
+                sampled(**fields)
 
 
 def test_min_tokens_up_to_max_tokens() -> None:
-    assert stopped(min_tokens=5, max_tokens=8).min_tokens == 5
-    assert stopped(min_tokens=8, max_tokens=8).min_tokens == 8
+    assert sampled(min_tokens=5, max_tokens=8).min_tokens == 5
+    assert sampled(min_tokens=8, max_tokens=8).min_tokens == 8
     with pytest.raises(InvalidRequest, match="min_tokens"):
-        stopped(min_tokens=5, max_tokens=3)
+        sampled(min_tokens=5, max_tokens=3)
 
 
 def test_the_models_end_tokens_stop_unless_ignored() -> None:
-    assert stopped(stop_token_ids=(9, 1)).stop_token_ids == (*MODEL.eos_token_ids, 9)
-    assert stopped(stop_token_ids=(9,), ignore_eos=True).stop_token_ids == (9,)
+    assert sampled(stop_token_ids=[9, 1]).stop_token_ids == (*MODEL.eos_token_ids, 9)
+    assert sampled(stop_token_ids=[9], ignore_eos=True).stop_token_ids == (9,)
 
 
 def test_a_chat_may_use_the_whole_context() -> None:
-    chat = RequestSpec("", ChatPrompt(({"role": "user", "content": "x"},)))
+    chat = RequestSpec(ChatPrompt(({"role": "user", "content": "x"},)))
     assert validate(chat, num_tokens=500).generation.sampling.max_tokens == 12
 
 
@@ -137,7 +132,6 @@ def test_an_unknown_model_is_named() -> None:
 
 
 def test_the_clients_deadline_replaces_the_default() -> None:
-    spec = RequestSpec("", TextPrompt("x"))
+    spec = RequestSpec(TextPrompt("x"))
     assert validate(spec).generation.deadline_s == 10.0
-    routing = dataclasses.replace(spec.routing, deadline_s=2.5)
-    assert validate(dataclasses.replace(spec, routing=routing)).generation.deadline_s == 2.5
+    assert validate(dataclasses.replace(spec, deadline_s=2.5)).generation.deadline_s == 2.5
