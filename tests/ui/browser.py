@@ -19,7 +19,7 @@ _START_LIMIT_S = 60.0
 _WAIT_LIMIT_S = 60.0
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 CHROMEDRIVER = shutil.which("chromedriver")
-TAB, ENTER, SPACE, SHIFT = "\ue004", "\ue007", " ", "\ue008"
+TAB, ENTER, SPACE, SHIFT, ESCAPE = "\ue004", "\ue007", " ", "\ue008", "\ue00c"
 
 
 class Browser:
@@ -50,6 +50,13 @@ class Browser:
     def click(self, selector: str) -> None:
         element = self._call("POST", "element", {"using": "css selector", "value": selector})[_ELEMENT]
         self._call("POST", f"element/{element}/click", {})
+
+    def point(self, selector: str) -> None:
+        """Move the pointer over the middle of an element."""
+        element = self._call("POST", "element", {"using": "css selector", "value": selector})
+        move = {"type": "pointerMove", "duration": 0, "x": 0, "y": 0, "origin": element}
+        pointer = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}, "actions": [move]}
+        self._call("POST", "actions", {"actions": [pointer]})
 
     def type(self, selector: str, text: str) -> None:
         element = self._call("POST", "element", {"using": "css selector", "value": selector})[_ELEMENT]

@@ -11,8 +11,8 @@ import pytest
 from common.cluster.reports import LoadingWorker, RouterReport
 from common.values.messages import Role
 from tests.router.front.keys_for_tests import ACME, ADMIN, access
-from tests.ui.browser import ENTER, SPACE, TAB, Browser
-from tests.ui.page_service import HOSTILE_ID, LONG_ID, Served, served, worker
+from tests.ui.browser import ENTER, ESCAPE, SPACE, TAB, Browser
+from tests.ui.page_service import HOSTILE_ID, LONG_ID, TIMINGS, Served, record, served, worker
 
 NUM_PHASES = 6
 
@@ -54,7 +54,25 @@ def test_topology_shows_every_worker_and_wider_edges_for_faster_transfers(tab: B
     assert names == ["router-a", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
     assert widths == sorted(widths, reverse=True)
     assert widths[0] > 2 * widths[2] > 2 * widths[3]
-    assert "480 MB/s" in tab.script("return document.querySelector('#topology').textContent")
+
+
+def test_rates_of_transfers_are_a_list_and_lie_on_no_edge(tab: Browser) -> None:
+    rates = tab.script("return [...document.querySelectorAll('.flows li')].map(l => l.textContent)")
+    assert rates == ["480 MB/s prefill-0 → decode-0", "12 MB/s prefill-0 → decode-1", "900 kB/s prefill-1 → decode-1"]
+    assert tab.script("return document.querySelectorAll('.transfer text').length") == 0
+
+
+@pytest.mark.parametrize("width", [375, 700, 1280])
+def test_every_worker_is_in_view_whatever_the_width(tab: Browser, width: int) -> None:
+    tab.set_window(width, 900)
+    tab.wait("return document.querySelector('#topology svg').getBoundingClientRect().right <= innerWidth")
+    boxes = tab.script(
+        "return [...document.querySelectorAll('.node rect')].map(r => [r.getBoundingClientRect().left,"
+        " r.getBoundingClientRect().right])"
+    )
+    tab.set_window(1400, 1300)
+    assert len(boxes) == 6
+    assert all(left >= 0 and right <= width for left, right in boxes)
 
 
 def test_several_routers_are_shown_with_their_loads_and_the_tiles_add_them_up(tab: Browser, page: Served) -> None:
@@ -127,11 +145,112 @@ def test_the_waterfalls_parts_add_up_to_the_wall_time(tab: Browser) -> None:
     bars = tab.script(
         "return [...document.querySelectorAll('.phase rect')].map(r => [r.x.baseVal.value, r.width.baseVal.value])"
     )
-    span = 760 - 112 - 72
+    span = tab.script("return document.querySelector('.waterfall').viewBox.baseVal.width") - 98 - 66
     assert sum(width for _, width in bars) / span == pytest.approx(1.0, abs=0.005)
     for (x, width), (following, _) in itertools.pairwise(bars):
         assert following == pytest.approx(x + width, abs=1.6)
     assert len(bars) == NUM_PHASES
+
+
+def test_phases_have_the_words_of_the_command_line(tab: Browser) -> None:
+    select(tab, LONG_ID)
+    words = tab.script("return [...document.querySelectorAll('.phase text:not(.value)')].map(t => t.textContent)")
+    assert words == ["route", "queue", "prefill", "transfer", "decode queue", "decode"]
+
+
+def test_a_phase_of_nothing_leaves_no_mark(tab: Browser, page: Served) -> None:
+    before = page.service.records
+    page.service.records = (record("req-quick", timings=TIMINGS | {"decode_queue_s": 0.00001, "kv_exposed_s": 0.0}),)
+    tab.wait("return document.querySelectorAll('#requests tr').length === 1")
+    select(tab, "req-quick")
+    marked = tab.script("return [...document.querySelectorAll('.phase:has(rect)')].map(g => g.textContent)")
+    page.service.records = before
+    assert [text for text in marked if "transfer" in text or "decode queue" in text] == []
+    assert len(marked) == NUM_PHASES - 2
+
+
+@pytest.mark.parametrize(
+    ("end", "most", "ticks"),
+    [
+        (3.34, 6, [0, 1, 2, 3]),
+        (0.316, 6, [0, 0.1, 0.2, 0.3]),
+        (1.0, 6, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (12.2, 3, [0, 10]),
+    ],
+)
+def test_axes_have_round_ticks(tab: Browser, end: float, most: int, ticks: list[float]) -> None:
+    found = tab.script(
+        "const [end, most] = arguments;"
+        "return import(new URL('waterfall.js', document.baseURI)).then(m => m.roundTicks(end, most))",
+        end, most,
+    )  # fmt: skip
+    assert found == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_columns_and_durations_stay_in_view_beside_an_open_detail(tab: Browser, width: int) -> None:
+    tab.set_window(width, 1300)
+    select(tab, LONG_ID)
+    outside = tab.script(
+        "const outside = e => { const b = e.getBoundingClientRect(), l = e.closest('.scroll, #detail')"
+        ".getBoundingClientRect(); return b.left < l.left - 1 || b.right > l.right + 1; };"
+        "const all = document.querySelectorAll('#requests tr:first-child > *, .waterfall .value');"
+        "return [...all].filter(outside).length"
+    )
+    shown = tab.script("return [...document.querySelector('#requests tr').children].every(c => c.offsetWidth > 20)")
+    tab.set_window(1400, 1300)
+    assert (outside, shown) == (0, True)
+
+
+def test_what_tooltips_say_is_also_text(tab: Browser) -> None:
+    select(tab, LONG_ID)
+    assert "210 used, 90 held, 400 cached, 300 free of 1,000 KV blocks" in tab.text(".pool.prefill")
+    tab.script("document.querySelector('.marks').open = true")
+    rows = tab.script("return [...document.querySelectorAll('.marks tr')].map(r => r.innerText.split('\\t'))")
+    assert rows[0] == ["24.0 ms", "prefill chunk 1", "512 tokens in 100 ms"]
+    assert rows[3] == ["60.0 ms", "KV of layers 0 to 9", "512 tokens in place"]
+
+
+def test_marks_have_a_legend_and_edges_of_chunks_are_seen_below_ticks(tab: Browser) -> None:
+    select(tab, LONG_ID)
+    assert tab.text("#detail .legend").split("\n") == ["prefill chunk", "KV of some layers in place"]
+    bottoms = tab.script(
+        "const bottom = e => e.getBoundingClientRect().bottom;"
+        "return [Math.max(...[...document.querySelectorAll('.tick')].map(bottom)),"
+        " Math.min(...[...document.querySelectorAll('.chunk')].map(bottom))]"
+    )
+    assert bottoms[0] < bottoms[1] - 5
+
+
+def test_rows_stay_under_the_pointer_until_it_leaves(tab: Browser, page: Served) -> None:
+    before = page.service.records
+    tab.point("#requests tr:nth-child(3)")
+    page.service.records = (record("req-new"), *before)
+    tab.wait("return document.querySelector('#new-requests').textContent.startsWith('1 new')")
+    third = tab.script("return document.querySelector('#requests tr:nth-child(3)').dataset.key")
+    tab.point("h1")
+    tab.wait("return document.querySelector('#requests tr').dataset.key === 'req-new'")
+    page.service.records = before
+    assert third == before[2]["request_id"]
+    tab.wait("return document.querySelector('#requests tr').dataset.key !== 'req-new'")
+
+
+def test_a_pointed_row_and_a_selected_one_look_different(tab: Browser) -> None:
+    select(tab, LONG_ID)
+    tab.point("#requests tr:first-child")
+    colours = tab.script(
+        "return ['#requests tr:first-child', '#requests tr.selected', '#requests tr:nth-child(4)']"
+        ".map(s => getComputedStyle(document.querySelector(s)).backgroundColor)"
+    )
+    tab.point("h1")
+    assert len(set(colours)) == 3
+
+
+def test_escape_closes_the_detail(tab: Browser) -> None:
+    select(tab, LONG_ID)
+    tab.press(ESCAPE)
+    assert tab.script("return document.querySelector('#detail').hidden")
+    assert tab.script("return document.activeElement.textContent") == LONG_ID
 
 
 def test_prefill_chunks_and_kv_chunks_stand_on_the_prefill_bar(tab: Browser) -> None:
@@ -146,7 +265,7 @@ def test_prefill_chunks_and_kv_chunks_stand_on_the_prefill_bar(tab: Browser) -> 
 
 def test_the_decision_is_shown_with_its_costs_and_refusals(tab: Browser) -> None:
     select(tab, LONG_ID)
-    rows = tab.script("return [...document.querySelectorAll('#detail tbody tr')].map(r => r.innerText.split('\\t'))")
+    rows = tab.script("return [...document.querySelectorAll('.decisions tbody tr')].map(r => r.innerText.split('\\t'))")
     assert rows[0][1:] == ["prefill", "prefill-0", "0.412", "0.100", "512", "chosen: lowest cost"]
     assert rows[1][-1] == "queue is full"
     assert "decode-1 lost: silent for 4 s" in tab.text(".attempts")
@@ -273,9 +392,31 @@ def test_nothing_is_loaded_from_elsewhere(tab: Browser, page: Served) -> None:
 def test_a_lost_router_is_said_and_found_again(tab: Browser, page: Served) -> None:
     page.service.is_broken = True
     tab.wait("return document.querySelector('#readiness').textContent === 'no connection'")
+    tab.wait("return /What is shown is \\d+ s old/.test(document.querySelector('#connection').textContent)")
+    assert tab.script("return getComputedStyle(document.querySelector('main > section')).filter") == "grayscale(1)"
+    assert tab.script("return document.querySelector('#pools').inert && document.querySelector('#chat').inert")
     page.service.is_broken = False
     tab.wait("return document.querySelector('#readiness').textContent === 'ready'")
+    assert not tab.script("return document.querySelector('#pools').inert || document.body.className")
     tab.console()  # the refused reconnections
+
+
+def test_a_router_that_cannot_be_reached_is_said_in_words(tab: Browser) -> None:
+    with served() as gone:
+        tab.open(gone.url)
+        tab.wait("return document.querySelectorAll('#requests tr').length > 3")
+    said = "the router cannot be reached; trying"
+    tab.wait("return document.querySelector('#connection').textContent.startsWith(arguments[0])", said)
+    tab.open("about:blank")
+    tab.console()  # the refused reconnections
+
+
+def test_another_router_at_the_same_place_begins_with_fresh_fields(tab: Browser, page: Served) -> None:
+    tab.script("document.querySelector('#size-decode').value = '9'")
+    select(tab, LONG_ID)
+    page.service.router_pid += 1
+    tab.wait("return document.querySelector('#size-decode').value === '3'")
+    assert tab.script("return document.querySelector('#detail').hidden")
 
 
 def test_with_an_admin_key_the_page_asks_for_it(tab: Browser) -> None:

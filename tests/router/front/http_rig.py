@@ -115,7 +115,8 @@ async def http_rig(
 
     def routers() -> list[RouterReport]:
         state = service.state()
-        me = RouterReport("router-a", url, "127.0.0.1:50051", 11, True, state.num_running, state.num_queued)
+        load = state.num_running, state.num_queued
+        me = RouterReport("router-a", url, "127.0.0.1:50051", service.router_pid, True, *load)
         return [me, *service.other_routers]
 
     async def census(workers: Sequence[WorkerRef]) -> Sequence[WorkerCensus] | None:

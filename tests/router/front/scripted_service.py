@@ -103,6 +103,7 @@ class ScriptedService:
     stopped: list[tuple[RequestId, int]] = field(default_factory=list)
     drained: list[tuple[str, float]] = field(default_factory=list)
     seen: RecentView = field(default_factory=lambda: RECENT)
+    router_pid: int = 11
     other_routers: tuple[RouterReport, ...] = ()
     loading: tuple[LoadingWorker, ...] = ()
     census: tuple[WorkerCensus, ...] | None = None

@@ -46,7 +46,9 @@ async function call(url, options = {}, kind = ADMIN_KEY) {
   while (true) {
     const key = sessionStorage.getItem(kind.name);
     const headers = { ...options.headers, ...(key ? kind.headers(key) : {}) };
-    const reply = await fetch(url, { ...options, headers, cache: "no-store" });
+    const reply = await fetch(url, { ...options, headers, cache: "no-store" }).catch((error) => {
+      throw options.signal?.aborted ? error : inWords(error);
+    });
     if (reply.status !== 401) return reply;
     const wasWrong = Boolean(key) && key === sessionStorage.getItem(kind.name);
     if (wasWrong) sessionStorage.removeItem(kind.name);
@@ -84,6 +86,12 @@ async function post(path, body) {
 export const scale = (role, replicas) => post(`pools/${role}`, { replicas });
 export const drain = (workerId) => post(`workers/${encodeURIComponent(workerId)}/drain`, {});
 
+// A browser's own texts ("Failed to fetch", "BodyStreamBuffer was aborted") say nothing to a person.
+function inWords(error) {
+  if (error.name === "AbortError") return new Error(`the router has been silent for ${SILENCE_MS / 1000} s`);
+  return error instanceof TypeError ? new Error("the router cannot be reached") : error;
+}
+
 // Data of server-sent events, as they come. `onBytes` is called for keep-alives too.
 export async function* eventsOf(reply, onBytes = () => {}) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -119,7 +127,7 @@ export async function follow(onSnapshot, onLost) {
       }
       throw new Error("the router closed the stream");
     } catch (error) {
-      onLost(error);
+      onLost(inWords(error));
     } finally {
       clearTimeout(timer);
       abort.abort();

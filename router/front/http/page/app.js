@@ -5,12 +5,34 @@ import { startChat } from "./chat.js";
 import { setText } from "./dom.js";
 import { drawEvents } from "./events.js";
 import { drawIndex } from "./index_view.js";
-import { drawPools } from "./pools.js";
-import { drawRequests } from "./requests.js";
+import { drawPools, forgetPools } from "./pools.js";
+import { drawRequests, forgetRequests, startRequests } from "./requests.js";
 import { drawTiles } from "./tiles.js";
-import { drawTopology } from "./topology.js";
+import { drawTopology, startTopology } from "./topology.js";
 
 const PARTS = [drawHead, drawTiles, drawTopology, drawPools, drawRequests, drawIndex, drawEvents];
+let answeredBy = null;
+let heardAt = 0;
+let clock = 0;
+
+function onSnapshot(snapshot) {
+  const process = processOf(snapshot);
+  if (answeredBy !== null && process !== answeredBy) {
+    forgetPools();
+    forgetRequests();
+  }
+  answeredBy = process;
+  heardAt = Date.now();
+  clearInterval(clock);
+  setLost(false);
+  PARTS.forEach((draw) => draw(snapshot));
+}
+
+// Which process answers: behind one address there may be another router since, or this one started anew.
+function processOf({ router, routers }) {
+  const own = routers.find((each) => each.router_id === router.router_id);
+  return `${router.router_id} ${own?.pid}`;
+}
 
 function drawHead({ router }) {
   const pill = document.getElementById("readiness");
@@ -20,11 +42,26 @@ function drawHead({ router }) {
   setText(document.getElementById("connection"), "");
 }
 
+// What is on the page gets older from now on: it is grey, says its age, and nothing can be asked for.
 function onLost(error) {
   document.getElementById("readiness").className = "pill unhealthy";
   setText(document.getElementById("readiness"), "no connection");
-  setText(document.getElementById("connection"), `${error.message}; trying again`);
+  setLost(true);
+  clearInterval(clock);
+  const sayAge = () => {
+    const age = heardAt ? ` What is shown is ${Math.round((Date.now() - heardAt) / 1000)} s old.` : "";
+    setText(document.getElementById("connection"), `${error.message}; trying again.${age}`);
+  };
+  clock = setInterval(sayAge, 1000);
+  sayAge();
+}
+
+function setLost(isLost) {
+  document.body.classList.toggle("lost", isLost);
+  for (const part of document.querySelectorAll("#pools, #chat")) part.inert = isLost;
 }
 
 startChat();
-follow((snapshot) => PARTS.forEach((draw) => draw(snapshot)), onLost);
+startRequests();
+startTopology();
+follow(onSnapshot, onLost);

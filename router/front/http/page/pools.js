@@ -19,7 +19,7 @@ function createPool({ role, workers }) {
   const input = h("input", { id, type: "number", min: 0, max: 1024, value: workers.length });
   const form = h(
     "form",
-    { class: "scale", onsubmit: (event) => setSize(event, role, input) },
+    { class: "pool-size", onsubmit: (event) => setSize(event, role, input) },
     h("label", { for: id }, "Workers"),
     input,
     h("button", { type: "submit", "aria-label": `Scale the ${role} pool` }, "Scale"),
@@ -93,12 +93,15 @@ function updateWorker(item, worker) {
   head.children[2].disabled = worker.state === "draining";
   const parts = BLOCKS.map((kind) => `${worker[`kv_blocks_${kind}`]} ${kind}`);
   bar.setAttribute("aria-label", `KV blocks of ${worker.worker_id}: ${parts.join(", ")}`);
-  bar.title = `${worker.kv_blocks_total} KV blocks: ${parts.join(", ")}`;
   BLOCKS.forEach((kind, idx) => (bar.children[idx].style.flexGrow = worker[`kv_blocks_${kind}`]));
-  const busy = worker.kv_blocks_used + worker.kv_blocks_held;
-  setText(note, `${worker.running} running, ${worker.waiting} waiting · ${count(busy)} of `
-    + `${count(worker.kv_blocks_total)} blocks · ${worker.device || "cpu"}`
+  setText(note, `${worker.running} running, ${worker.waiting} waiting · ${parts.join(", ")} of `
+    + `${count(worker.kv_blocks_total)} KV blocks · ${worker.device || "cpu"}`
     + (worker.num_preemptions ? ` · ${count(worker.num_preemptions)} preemptions` : ""));
+}
+
+// Sizes that were typed for another router are not this one's.
+export function forgetPools() {
+  document.getElementById("pools").replaceChildren();
 }
 
 async function setSize(event, role, input) {

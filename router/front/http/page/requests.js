@@ -4,23 +4,53 @@ import { getRecord } from "./api.js";
 import { h, keyed, setText, toast } from "./dom.js";
 import { bytes, count, duration, percent } from "./format.js";
 import { download, traceOf } from "./trace.js";
-import { drawWaterfall } from "./waterfall.js";
+import { chunkTables, drawWaterfall, waterfallLegend } from "./waterfall.js";
 
 const REFRESH_MS = 1000;
+const LABELS = ["Status", "Prompt", "Cached", "Output", "First token", "Total", "Prefill → decode"];
 let selected = null;
+let shown = null;
 let shownAt = 0;
+let isUnderMouse = false;
 
 export function drawRequests({ requests }) {
+  const list = document.getElementById("requests");
   document.getElementById("no-requests").hidden = requests.length > 0;
-  keyed(document.getElementById("requests"), requests, (request) => request.request_id, createRow, updateRow);
+  keyed(list, inPlace(list, requests), (request) => request.request_id, createRow, updateRow);
   const live = requests.find((request) => request.request_id === selected);
   if (live?.status === "running" && Date.now() - shownAt > REFRESH_MS) show(selected);
 }
 
+// While the pointer is over the rows they stay where they are: what is new waits, and the note counts it.
+function inPlace(list, requests) {
+  const note = document.getElementById("new-requests");
+    const known = new Set([...list.children].map((row) => row.dataset.key));
+  const stay = known.size > 0 && isUnderMouse ? requests.filter((request) => known.has(request.request_id)) : requests;
+  const numNew = requests.length - stay.length;
+  setText(note, numNew ? `${numNew} new, shown when the pointer leaves the list` : "");
+  return stay;
+}
+
+export function startRequests() {
+  const list = document.getElementById("requests");
+  // A finger leaves no pointer behind on what it touched.
+  list.addEventListener("pointerover", (event) => (isUnderMouse = event.pointerType === "mouse"));
+  list.addEventListener("pointerleave", () => (isUnderMouse = false));
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && selected !== null && !document.querySelector("dialog[open]")) close();
+  });
+  addEventListener("resize", () => shown && drawDetail(shown));
+}
+
+// Another router knows other requests.
+export function forgetRequests() {
+  if (selected !== null) close();
+}
+
 function createRow({ request_id: id }) {
   const open = h("button", { type: "button", class: "link", onclick: () => select(id) }, id);
-  const cells = Array.from({ length: 7 }, (_, idx) => h("td", { class: idx >= 1 && idx <= 5 ? "number" : null }));
-  return h("tr", { onclick: (event) => event.target === open || select(id) }, h("th", { scope: "row" }, open), cells);
+  const cells = LABELS.map((label, idx) => h("td", { class: idx >= 1 && idx <= 5 ? "number" : null, "data-label": label }));
+  return h("tr", { onclick: (event) => event.target === open || select(id) }, h("th", { scope: "row", title: id }, open), cells);
 }
 
 function updateRow(row, request) {
@@ -62,17 +92,21 @@ async function show(id) {
 
 function drawDetail(record) {
   const panel = document.getElementById("detail");
-  const openDecisions = panel.querySelector("details")?.open ?? true;
+  const openDecisions = panel.querySelector(".decisions")?.open ?? true;
+  const openMarks = panel.querySelector(".marks")?.open ?? false;
   const hadFocus = panel.contains(document.activeElement) ? document.activeElement.textContent : null;
   panel.hidden = false;
+  shown = record;
   const parts = [
     h("div", { class: "detail-head" },
       h("h3", {}, record.request_id),
       h("button", { type: "button", onclick: () => save(record) }, "Export trace"),
       h("button", { type: "button", onclick: close }, "Close")),
     record.message ? h("p", { class: "problem" }, record.message) : null,
-    h("div", { class: "picture" }, drawWaterfall(record.timings)),
+    h("div", { class: "picture" }, drawWaterfall(record.timings, panel.clientWidth - 20)),
+    waterfallLegend(record.timings),
     h("p", { class: "muted" }, summary(record)),
+    chunkTables(record.timings, openMarks),
     decisions(record, openDecisions),
     attempts(record),
   ];
@@ -82,7 +116,7 @@ function drawDetail(record) {
 
 function close() {
   const row = [...document.getElementById("requests").children].find((each) => each.dataset.key === selected);
-  selected = null;
+  selected = shown = null;
   row?.classList.remove("selected");
   document.getElementById("detail").hidden = true;
   row?.querySelector("button").focus();
@@ -112,7 +146,7 @@ function summary({ timings, num_prompt_tokens, num_cached_tokens, num_completion
 function decisions(record, isOpen) {
   const rows = record.decisions.flatMap((decision) =>
     decision.candidates.map((candidate) => candidateRow(decision, candidate)));
-  return h("details", { open: isOpen },
+  return h("details", { open: isOpen, class: "decisions" },
     h("summary", {}, `Routing decisions: ${record.decisions.length}`),
     h("div", { class: "scroll" },
       h("table", { class: "compact" },
