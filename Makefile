@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check proto aot bench bench-peers gpu sim explore chaos soak clean install lines
+.PHONY: demo test check proto aot bench bench-peers gpu sim explore chaos soak clean install lines docs-check
 
 install: $(STAMP)
 
@@ -57,6 +57,10 @@ chaos: install
 # Mixed load for SOAK_SECONDS (600) with a random fault each minute and a quiet end; writes build/soak.json.
 soak: install
 	@$(BIN)/python -m tests.chaos.soak $(if $(KEEP),--keep)
+
+# What README and docs tell people to run, run in a fresh clone; LONG=1 takes the commands of many minutes too.
+docs-check: install
+	@$(BIN)/python -m tests.tools.docs_check $(PAGES) $(if $(LONG),--long)
 
 lines: install
 	@$(BIN)/python -m tests.tools.lines
