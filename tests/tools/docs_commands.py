@@ -106,7 +106,7 @@ def _whole(lines: Sequence[str]) -> tuple[str, int]:
         is_open = not any(line.strip() == end[1] for line in text.splitlines()[1:]) if end else not _is_complete(text)
         if not is_open:
             break
-        text += "\n" + lines[used].strip() if end else "\n" + lines[used].strip()
+        text += "\n" + lines[used].strip()
         used += 1
     return re.sub(r"\s{2,}#.*$|\s&$", "", text, flags=re.M), used
 
