@@ -50,7 +50,7 @@ def _generate_choice(
     while True:
         logits = model.forward(new_tokens, past)[-1:]
         token_ids = prompt + tuple(token.token_id for token in output)
-        banned = params.stop_token_ids if len(output) < params.min_tokens else ()
+        banned = _banned(params, [token.token_id for token in output])
         spec = SampleSpec(choice_idx, len(output), params, len(prompt), token_ids, banned)
         (token,) = sample(logits, [spec])
         assert isinstance(token, SampledToken), token
@@ -58,6 +58,13 @@ def _generate_choice(
         if params.finish_reason(token.token_id, len(output)) is not None:
             return output
         new_tokens = [token.token_id]
+
+
+def _banned(params: SamplingParams, output: list[int]) -> tuple[int, ...]:
+    """Whatever would end the output too soon, or complete a bad word at its end."""
+    too_soon = params.stop_token_ids if len(output) < params.min_tokens else ()
+    spelled = [word[-1] for word in params.bad_words if (*output, word[-1])[-len(word) :] == word]
+    return (*too_soon, *spelled)
 
 
 @lru_cache(maxsize=4)

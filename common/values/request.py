@@ -1,5 +1,6 @@
 """A request as the workers see it: token ids, how to sample, when to stop. Pure: no IO, no text."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -36,11 +37,20 @@ class SamplingParams:
     num_logprobs: int | None = None  # None = no logprobs; 0 = of the sampled token only
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of output tokens that may not be; none is empty
 
     @property
     def has_penalties(self) -> bool:
         """True when sampling depends on the tokens so far."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def banned_token_ids(self, token_ids: Sequence[int], num_output_tokens: int) -> tuple[int, ...]:
+        """Tokens that may not follow `token_ids`, of which the last are output: they end it too soon, or a bad word."""
+        too_soon = self.stop_token_ids if num_output_tokens < self.min_tokens else ()
+        if not self.bad_words:
+            return too_soon
+        begun = [word for word in self.bad_words if len(word) <= num_output_tokens + 1]
+        return (*too_soon, *[word[-1] for word in begun if _ends_with(token_ids, word[:-1])])
 
     def finish_reason(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
         """Why the choice ends with `token_id` as its `num_output_tokens`-th token (1-based), or None."""
@@ -49,6 +59,10 @@ class SamplingParams:
         if num_output_tokens >= self.max_tokens:
             return FinishReason.LENGTH
         return None
+
+
+def _ends_with(token_ids: Sequence[int], end: Sequence[int]) -> bool:
+    return tuple(token_ids[len(token_ids) - len(end) :]) == tuple(end)
 
 
 @dataclass(frozen=True, slots=True)

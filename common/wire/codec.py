@@ -100,11 +100,11 @@ class _Writer:
             item = self._loop_name()
             each = self._encoded_item(get_args(kind)[0], field, item)
             return value if each == item else f"[{each} for {item} in {value}]"
-        if field.type == FieldDescriptor.TYPE_BYTES and get_origin(kind) is tuple:
-            return f"packed({value})"
         return self._encoded_item(kind, field, value)
 
     def _encoded_item(self, kind: Any, field: FieldDescriptor, value: str) -> str:
+        if _is_packed(kind, field):
+            return f"packed({value})"
         if field.message_type is None:
             _check_scalar(kind, field)
             return value
@@ -136,14 +136,14 @@ class _Writer:
             item = self._loop_name()
             each = self._decoded_item(get_args(kind)[0], field, item)
             return f"tuple({value})" if each == item else f"tuple([{each} for {item} in {value}])"
-        if field.type == FieldDescriptor.TYPE_BYTES and get_origin(kind) is tuple:
-            return f"unpacked({value})"
         decoded = self._decoded_item(kind, field, value)
         return f"({decoded} if {source}.HasField({field.name!r}) else None)" if is_optional else decoded
 
     def _decoded_item(self, kind: Any, field: FieldDescriptor, value: str) -> str:
         if isinstance(kind, EnumType):
             return f"{self._name(kind)}({value})"
+        if _is_packed(kind, field):
+            return f"unpacked({value})"
         if field.message_type is None:
             return value
         if get_origin(kind) is not tuple:
@@ -180,6 +180,10 @@ def _is_class(kind: Any) -> bool:
 
 def _is_map(field: FieldDescriptor) -> bool:
     return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
+
+
+def _is_packed(kind: Any, field: FieldDescriptor) -> bool:
+    return field.type == FieldDescriptor.TYPE_BYTES and get_args(kind) == (int, ...)
 
 
 def _parts(kind: Any, field: FieldDescriptor) -> Iterator[tuple[Any, FieldDescriptor]]:

@@ -73,6 +73,7 @@ class Stated(msgspec.Struct, kw_only=True):
     seed: Annotated[int, _within(-(2**63), 2**63 - 1)] | None = None
     logit_bias: dict[int, Annotated[float, _within(-100, 100)]] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     min_tokens: Annotated[int, _within(0)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None

@@ -13,6 +13,7 @@ What is accepted (everything else is an InvalidRequest that names the field): nu
     stop                 4 strings of 1 ... 64 characters
     stop_token_ids       64 ids of the vocabulary
     allowed_token_ids    1,024 ids of the vocabulary; with min_tokens one at least that does not end the answer
+    bad_words            64 strings of 1 ... 64 characters; they leave a token to draw, whatever came before
     priority             lower runs earlier; with API keys not below the tenant's own limit
     cache_salt           128 characters; with API keys only of tenants that may
 
@@ -22,7 +23,7 @@ completion and what the context holds for a chat; only a default is clipped to t
 
 import dataclasses
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ from router.tenants.tenants import Tenant
 from router.text.choice_text import TextOptions
 
 DEFAULT_COMPLETION_TOKENS = 16
+Encode = Callable[[str], Sequence[int]]
 _GREEDY_BELOW = 1e-5
 _SEED_MODULUS = 2**64
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
@@ -58,8 +60,10 @@ class ValidRequest:
 class Validator:
     """Stateless but for the generator of seeds."""
 
-    def __init__(self, model: ServedModel, default_deadline_s: float, seeds: random.Random) -> None:
+    def __init__(self, model: ServedModel, default_deadline_s: float, seeds: random.Random, encode: Encode) -> None:
+        """`encode` gives the tokens of a text by itself."""
         self._model = model
+        self._encode = encode
         self._default_deadline_s = default_deadline_s
         self._seeds = seeds
 
@@ -72,7 +76,7 @@ class Validator:
         self, spec: RequestSpec, token_ids: Sequence[int], request_id: RequestId, tenant: Tenant
     ) -> ValidRequest:
         """`token_ids` are the tokens of `spec.prompt`."""
-        check = _Checks(spec, self._model)
+        check = _Checks(spec, self._model, self._encode)
         check.prompt(token_ids)
         sampling = check.sampling(len(token_ids), self._seeds)
         stated, pins = spec.stated, spec.pins
@@ -96,7 +100,8 @@ class Validator:
 class _Checks:
     """Of one request. Each method returns the value to use, or raises InvalidRequest with the API's field name."""
 
-    def __init__(self, spec: RequestSpec, model: ServedModel) -> None:
+    def __init__(self, spec: RequestSpec, model: ServedModel, encode: Encode) -> None:
+        self._encode = encode
         self._spec = spec
         self._stated = spec.stated
         self._model = model
@@ -114,13 +119,14 @@ class _Checks:
         stated, seed = self._stated, self._stated.seed
         eos_ids = () if stated.ignore_eos else self._model.eos_token_ids
         stop_ids = (*eos_ids, *self._token_ids("stop_token_ids", limits.MAX_STOP_TOKEN_IDS))
-        max_tokens = self._max_tokens(num_prompt_tokens)
+        max_tokens, allowed_ids = self._max_tokens(num_prompt_tokens), self._allowed_token_ids(stop_ids)
         return SamplingParams(
             seed=self.within("seed", seeds.getrandbits(63) if seed is None else seed) % _SEED_MODULUS,
             max_tokens=max_tokens,
             min_tokens=self.within("min_tokens", stated.min_tokens or 0, high=max_tokens),
             logit_bias=self._logit_bias(),
-            allowed_token_ids=self._allowed_token_ids(stop_ids),
+            allowed_token_ids=allowed_ids,
+            bad_words=self._bad_words(allowed_ids, stop_ids),
             num_logprobs=self._num_logprobs(),
             stop_token_ids=tuple(dict.fromkeys(stop_ids)),
             **self._numbers(),
@@ -206,6 +212,25 @@ class _Checks:
         if allowed and self._stated.min_tokens and set(allowed) <= set(stop_token_ids):
             raise self._invalid("allowed_token_ids", "holds only tokens that end an answer, which min_tokens forbids")
         return allowed
+
+    def _bad_words(self, allowed_ids: Collection[int], stop_token_ids: Collection[int]) -> tuple[tuple[int, ...], ...]:
+        """Each as it stands at the beginning of a text and, where that is one more token of its own, after a space."""
+        texts = self._stated.bad_words or []
+        if len(texts) > limits.MAX_BAD_WORDS:
+            raise self._invalid("bad_words", f"holds {len(texts)} strings, at most {limits.MAX_BAD_WORDS} are allowed")
+        if not all(0 < len(text) <= limits.MAX_BAD_WORD_LENGTH and text.strip() for text in texts):
+            raise self._invalid("bad_words", f"must hold words of 1 to {limits.MAX_BAD_WORD_LENGTH} characters")
+        words: dict[tuple[int, ...], None] = {}
+        for text in texts:
+            plain, spaced = (tuple(self._encode(space + text.lstrip())) for space in ("", " "))
+            words[plain] = None
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                words[spaced] = None
+        forbidden = {word[-1] for word in words} | set(stop_token_ids if self._stated.min_tokens else ())
+        others = allowed_ids or range(min(self._model.vocab_size, len(forbidden) + 1))
+        if words and not set(others) - forbidden:
+            raise self._invalid("bad_words", "may forbid every token that is allowed")
+        return tuple(words)
 
     def _logit_bias(self) -> tuple[tuple[int, float], ...]:
         bias = self._stated.logit_bias or {}

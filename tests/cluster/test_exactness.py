@@ -1,18 +1,25 @@
 """Disaggregated output equals one process: local prefill, preemption, refusals, a quantized cache, the Triton path."""
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
+from common.checkpoint import open_checkpoint
 from common.engine.loading import load_model
 from common.values.config import ModelConfig, WorkerConfig
 from common.values.request import SamplingParams
+from common.wire.pb import generation_pb2 as pb
+from common.wire.pb import generation_pb2_grpc
 from tests.cluster.cluster import Cluster, running_cluster
 from tests.cluster.load import Case, random_cases, run_all, wrong
 from tests.common.engine import drive as driving
+from tests.one_process import generate
 
 DISAGGREGATED = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
 
@@ -37,6 +44,43 @@ async def test_prompts_prefilled_locally_and_shipped_ones_give_the_tokens_of_one
     assert wrong(tiny_model, cases, await run_all(crowded.url, "tiny", cases, at_once=4)) == []
     records = crowded.get("/admin/v1/requests?limit=20")["requests"]
     assert {record["attempts"][-1]["is_local"] for record in records} == {True, False}
+
+
+async def test_bad_words_are_kept_out_as_in_one_process_over_both_apis(crowded: Cluster, tiny_model: Path) -> None:
+    """The first bad word is the token that would have come first, the second a pair that would have come then."""
+    tokenizer = open_checkpoint(tiny_model).tokenizer()
+    cases = random_cases(30, seed=6, temperature=0.0, max_tokens=12)
+    tried = [found for case in cases if (found := _bad_words(tiny_model, tokenizer, case)) is not None]
+    assert len(tried) >= 4
+    async with httpx.AsyncClient(timeout=120) as client, grpc.aio.insecure_channel(crowded.grpc) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+        for case, words, expected in tried:
+            request = pb.GenerateRequest(
+                token_ids=pb.TokenIds(ids=case.token_ids),
+                sampling=pb.SamplingParams(temperature=0.0, bad_words=words),
+                stop=pb.StopConditions(max_tokens=case.max_tokens, ignore_eos=True),
+                routing=pb.RoutingHints(prefill_worker_id="prefill-0"),
+            )
+            answer = [token async for event in stub.Generate(request) for token in event.chunk.token_ids]
+            assert answer == expected
+            body = {**case.body("tiny"), "stream": False, "bad_words": words}
+            reply = await client.post(f"{crowded.url}/v1/completions", json=body)
+            assert reply.json()["choices"][0]["token_ids"] == expected
+    records = crowded.get(f"/admin/v1/requests?limit={2 * len(tried)}")["requests"]
+    assert {record["attempts"][-1]["is_local"] for record in records} == {True, False}
+
+
+def _bad_words(path: Path, tokenizer: Tokenizer, case: Case) -> tuple[Case, list[str], list[int]] | None:
+    """Bad words of a case, and the output without them; None: its tokens are no text of their own."""
+    params = SamplingParams(seed=case.seed, max_tokens=case.max_tokens, temperature=0.0)
+    first = (case.expected(path)[0][0],)
+    (without_first,) = generate(path, case.token_ids, dataclasses.replace(params, bad_words=(first,)))
+    pair = tuple(without_first[2:4])
+    (output,) = generate(path, case.token_ids, dataclasses.replace(params, bad_words=(first, pair)))
+    assert output[0] != first[0] and output[2:4] != list(pair)
+    texts = [tokenizer.decode(list(ids)) for ids in (first, pair)]
+    is_spelled = [tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts] == [first, pair]
+    return (case, texts, output) if is_spelled and all(text.strip() for text in texts) else None
 
 
 async def test_a_pool_too_small_for_the_load_preempts_and_stays_exact(crowded: Cluster, tiny_model: Path) -> None:

@@ -44,7 +44,7 @@ def expected_output(work: Work, choice_idx: int) -> list[int]:
             position,
             params,
             token_ids=tuple(tokens) if params.has_penalties else (),
-            banned_token_ids=params.stop_token_ids if position < params.min_tokens else (),
+            banned_token_ids=params.banned_token_ids(tokens, position),
         )
         output.append(draw(contents(tokens), spec))
         tokens.append(output[-1])

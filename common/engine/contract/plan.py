@@ -15,7 +15,7 @@ class SampleSpec:
 
     `position` is the output position of the token to draw (noise and min_tokens depend on it).
     `token_ids` (prompt and output so far) is set only when the params have penalties.
-    `banned_token_ids` may not be drawn (the stop ids while position < min_tokens).
+    `banned_token_ids` may not be drawn.
     """
 
     choice_idx: int
@@ -93,5 +93,5 @@ def sample_spec(work: Work, choice_idx: int, token_ids: Sequence[int]) -> Sample
         params=params,
         num_prompt_tokens=work.num_prompt_tokens,
         token_ids=tuple(token_ids) if params.has_penalties else (),
-        banned_token_ids=params.stop_token_ids if position < params.min_tokens else (),
+        banned_token_ids=params.banned_token_ids(token_ids, position),
     )

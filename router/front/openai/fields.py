@@ -16,7 +16,6 @@ from common.values.errors import InvalidRequest, Unsupported
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_tools": ([],),
     "annotations": ([],),
-    "bad_words": ([],),
     "best_of": (1,),
     "continue_final_message": (False,),
     "continuous_usage_stats": (False,),

@@ -27,7 +27,6 @@ class GenerationBody(Stated, forbid_unknown_fields=True, kw_only=True):
     return_timings: bool | None = None
     # Known and not supported, see `router.front.openai.fields`.
     allowed_tools: Any = None
-    bad_words: Any = None
     best_of: Any = None
     documents: Any = None
     guided_choice: Any = None

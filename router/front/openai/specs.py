@@ -8,7 +8,7 @@ from router.request.spec import RequestSpec
 
 _API_NAMES = {"deadline": "x-request-timeout-s"}
 _SHARED_UNSUPPORTED = (
-    *("allowed_tools", "bad_words", "best_of", "documents", "length_penalty", "metadata", "prompt_logprobs"),
+    *("allowed_tools", "best_of", "documents", "length_penalty", "metadata", "prompt_logprobs"),
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("return_tokens_as_token_ids", "service_tier", "session_id", "spaces_between_special_tokens", "store"),
     *("stream_interval", "truncate_prompt_tokens", "use_beam_search", "request_id"),

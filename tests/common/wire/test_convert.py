@@ -59,6 +59,7 @@ SAMPLING = SamplingParams(
     num_logprobs=4,
     min_tokens=2,
     stop_token_ids=(7, 8),
+    bad_words=((3,), (4, 70_000)),
 )
 WORK = Work(
     attempt_id=ATTEMPT,

@@ -51,7 +51,7 @@ def ids(text: str) -> list[int]:
 def build_frontend(service: ScriptedService, model: ServedModel = MODEL, deadline_s: float = 10.0) -> Frontend:
     template = ChatTemplate(CHATML, {"bos_token": "<s>", "eos_token": "</s>"})
     tokenizer = PromptTokenizer(_TOKENIZER, template)
-    return Frontend(service, tokenizer, model, Validator(model, deadline_s, random.Random(7)))
+    return Frontend(service, tokenizer, model, Validator(model, deadline_s, random.Random(7), ids))
 
 
 def open_access(admin_key: str = "") -> Access:

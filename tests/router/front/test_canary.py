@@ -180,7 +180,7 @@ async def test_what_fails_behind_the_front_end_tells_nothing(
 REQUESTS: Mapping[str, pb.GenerateRequest] = {
     "wrong value": pb.GenerateRequest(prompt=WORDS, sampling=pb.SamplingParams(temperature=-1)),
     "unsupported": pb.GenerateRequest(prompt=WORDS, sampling=pb.SamplingParams(regex=WORDS)),
-    "bad words": pb.GenerateRequest(prompt=WORDS, sampling=pb.SamplingParams(bad_words=[WORDS])),
+    "bad words": pb.GenerateRequest(prompt=WORDS, sampling=pb.SamplingParams(bad_words=[WORDS] * 65)),
     "session": pb.GenerateRequest(prompt=WORDS, session_id=WORDS),
     "too long": pb.GenerateRequest(prompt=WORDS * 100),
     "too large": pb.GenerateRequest(prompt=WORDS * 120_000),

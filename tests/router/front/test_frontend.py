@@ -52,7 +52,7 @@ async def numbers(*values: int, error: Exception | None = None) -> AsyncGenerato
 async def test_refusals_are_counted_and_the_services_failures_are_not() -> None:
     metrics = CountingMetrics()
     tokenizer = PromptTokenizer(byte_tokenizer())
-    validator = Validator(MODEL, 10.0, random.Random(1))
+    validator = Validator(MODEL, 10.0, random.Random(1), ids)
     frontend = Frontend(always([1]), tokenizer, MODEL, validator, metrics)
     frontend.note_refusal(InvalidRequest("bad", param="n"))
     frontend.note_refusal(NoReadyPair("none"))

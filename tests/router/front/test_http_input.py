@@ -149,14 +149,13 @@ async def test_only_a_default_is_clipped_to_the_context(rig: HttpRig) -> None:
     assert (too_many["code"], too_many["param"]) == ("context_length_exceeded", "max_tokens")
 
 
-@pytest.mark.parametrize("name", ["tools", "response_format", "guided_regex", "structured_outputs", "bad_words"])
+@pytest.mark.parametrize("name", ["tools", "response_format", "guided_regex", "structured_outputs"])
 async def test_an_unsupported_field_is_refused_by_name(rig: HttpRig, name: str) -> None:
     values: dict[str, Any] = {
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
         "guided_regex": "(a+)+$",
         "structured_outputs": {"regex": "["},
-        "bad_words": ["x"],
     }
     error = await refused(rig, {"messages": USER, name: values[name]}, "/v1/chat/completions")
     assert (error["code"], error["param"]) == ("unsupported_parameter", name)

@@ -13,11 +13,11 @@ from router.request.served_model import ServedModel
 from router.request.spec import ChatPrompt, RequestSpec, Stated, TextPrompt
 from router.request.validation import Validator, ValidRequest
 from router.tenants.tenants import Tenant
-from tests.router.front.http_rig import MODEL
+from tests.router.front.http_rig import MODEL, ids
 
 
 def validate(spec: RequestSpec, model: ServedModel = MODEL, num_tokens: int = 3) -> ValidRequest:
-    return Validator(model, 10.0, random.Random(1)).validate(spec, [65] * num_tokens, RequestId("r"), Tenant(""))
+    return Validator(model, 10.0, random.Random(1), ids).validate(spec, [65] * num_tokens, RequestId("r"), Tenant(""))
 
 
 def sampled(model: ServedModel = MODEL, **fields: Any) -> SamplingParams:
@@ -71,7 +71,7 @@ def test_edges_become_their_meaning() -> None:
 
 
 def test_a_seed_is_drawn_when_none_is_stated() -> None:
-    validator = Validator(MODEL, 10.0, random.Random(1))
+    validator = Validator(MODEL, 10.0, random.Random(1), ids)
     spec = RequestSpec(TextPrompt("x"))
     seeds = {validator.validate(spec, [65], RequestId("r"), Tenant("")).generation.sampling.seed for _ in range(20)}
     assert len(seeds) == 20
@@ -80,7 +80,7 @@ def test_a_seed_is_drawn_when_none_is_stated() -> None:
 
 def test_the_core_hears_whose_request_it_is() -> None:
     spec = RequestSpec(TextPrompt("x"))
-    request = Validator(MODEL, 10.0, random.Random(1)).validate(spec, [65], RequestId("r"), Tenant("acme"))
+    request = Validator(MODEL, 10.0, random.Random(1), ids).validate(spec, [65], RequestId("r"), Tenant("acme"))
     assert request.generation.tenant == "acme"
 
 
@@ -92,6 +92,30 @@ def test_the_models_advice_applies_where_the_client_says_nothing() -> None:
     assert advised.max_tokens == 7
     plain = sampled()
     assert (plain.temperature, plain.top_p, plain.top_k, plain.max_tokens) == (1.0, 1.0, 0, 16)
+
+
+def test_a_bad_word_is_kept_out_at_the_beginning_of_a_text_and_after_a_space() -> None:
+    vocabulary = {"dog": [1], " dog": [2], "hotdog": [3, 1], " hotdog": [4, 1], "the dog": [5, 2], " the dog": [5, 2]}
+    validator = Validator(MODEL, 10.0, random.Random(1), vocabulary.__getitem__)
+    spec = RequestSpec(TextPrompt("x"), Stated(bad_words=["dog", " hotdog", "the dog", "dog"]))
+    sampling = validator.validate(spec, [65], RequestId("r"), Tenant("")).generation.sampling
+    assert sampling.bad_words == ((1,), (2,), (3, 1), (4, 1), (5, 2))
+
+
+@pytest.mark.parametrize("words", [["x"] * 65, ["x" * 65], [""], [" "]])
+def test_bad_words_are_bounded(words: list[str]) -> None:
+    with pytest.raises(InvalidRequest, match="bad_words"):
+        sampled(bad_words=words)
+
+
+def test_bad_words_leave_a_token_to_draw() -> None:
+    """Else nothing could be drawn, and the client would be told of a fault of ours."""
+    x, y = ids("xy")
+    assert sampled(bad_words=["x", "xx"], allowed_token_ids=[x, y]).bad_words == ((x,), (x, x))
+    with pytest.raises(InvalidRequest, match="bad_words may forbid every token"):
+        sampled(bad_words=["yx", "y"], allowed_token_ids=[x, y])
+    with pytest.raises(InvalidRequest, match="bad_words may forbid every token"):
+        sampled(bad_words=["x"], allowed_token_ids=[x, y], stop_token_ids=[y], min_tokens=1)
 
 
 def test_min_tokens_need_a_token_that_does_not_end_the_answer() -> None:
@@ -124,7 +148,7 @@ def test_a_chat_may_use_the_whole_context() -> None:
 
 
 def test_an_unknown_model_is_named() -> None:
-    validator = Validator(MODEL, 10.0, random.Random(1))
+    validator = Validator(MODEL, 10.0, random.Random(1), ids)
     validator.check_model("")
     validator.check_model("tiny")
     with pytest.raises(InvalidRequest, match="'big'"):
