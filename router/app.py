@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -21,9 +21,7 @@ from typing import Any
 import uvloop
 
 from common.checkpoint import open_checkpoint
-from common.cluster.prefix_index.census import IndexCensus
-from common.cluster.prefix_index.mirror import MirroredIndexReader
-from common.cluster.prefix_index.reader import RedisIndexReader
+from common.cluster.prefix_index.mirror import PrefixIndexMirror
 from common.cluster.registry import RedisRegistry
 from common.cluster.reports import loading_reports, router_reports
 from common.telemetry.logs import get_logger
@@ -112,7 +110,8 @@ async def serve(
         model, tokenizer = _open_model(config)
         metrics = _metrics(config, model)
         exporter = await stack.enter_async_context(_traces(config, model, metrics))
-        service = await stack.enter_async_context(_service(config, metrics, exporter))
+        index = await stack.enter_async_context(_index(config, metrics))
+        service = await stack.enter_async_context(_service(config, index, metrics, exporter))
         access = await stack.enter_async_context(keys_in_force(config, metrics))
         encode = partial(tokenizer.encode, add_special_tokens=False)
         validator = Validator(model, config.default_deadline_s, random.Random(), encode)
@@ -126,7 +125,6 @@ async def serve(
         stack.push_async_callback(grpc_server.stop, _SERVER_GRACE_S)
         ports = RouterPorts(listener.getsockname()[1], grpc_server.port)
         roll = await stack.enter_async_context(_registered(config, frontend, ports))
-        census = await stack.enter_async_context(aclosing(IndexCensus(config.redis_url, config.namespace)))
         hooks = AdminHooks(
             metrics.exposition,
             _version(),
@@ -135,7 +133,7 @@ async def serve(
             roll.routers,
             roll.loading,
             config.router_id,
-            census.take,
+            index.stats,
         )
         settings = HttpSettings(config.max_body_bytes, config.sse_keep_alive_s)
         tls = http_context(config.cert_file, config.key_file)
@@ -207,26 +205,32 @@ async def _traces(config: RouterConfig, model: ServedModel, metrics: Metrics) ->
 
 
 @asynccontextmanager
-async def _service(
-    config: RouterConfig, metrics: Metrics, exporter: OtlpExporter | None
-) -> AsyncIterator[RouterService]:
-    for op in ("lookup", "mirror"):
+async def _index(config: RouterConfig, metrics: Metrics) -> AsyncIterator[PrefixIndexMirror]:
+    for op in ("copy", "mirror"):
         metrics.inc("pdserve_index_errors", 0, op=op)
-    count_failure = partial(metrics.inc, "pdserve_index_errors", op="lookup")
-    count_silence = partial(metrics.inc, "pdserve_index_errors", op="mirror")
-    reader = RedisIndexReader(config.redis_url, config.namespace, on_failed=count_failure)
-    index = MirroredIndexReader(reader, config.redis_url, config.namespace, on_silent=count_silence)
+    index = PrefixIndexMirror(
+        config.redis_url, config.namespace, on_error=lambda op: metrics.inc("pdserve_index_errors", op=op)
+    )
+    index.start()
+    try:
+        yield index
+    finally:
+        await index.close()
+
+
+@asynccontextmanager
+async def _service(
+    config: RouterConfig, index: PrefixIndexMirror, metrics: Metrics, exporter: OtlpExporter | None
+) -> AsyncIterator[RouterService]:
     registry = RedisRegistry(config.redis_url, config.namespace)
     on_end = exporter.add if exporter is not None else None
     service = RouterService(config, index, registry, metrics, on_end=on_end)
     try:
-        index.start()
         await service.start()
         yield service
     finally:
         await service.close()
         await registry.close()
-        await index.close()
 
 
 @asynccontextmanager

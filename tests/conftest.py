@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from common.cluster import leased_reports, pools, registry
-from common.cluster.prefix_index import census, mirror, writer
+from common.cluster.prefix_index import mirror, writer
 from deploy.worker.env import SHORT_LOOKUPS
 from tests.waiting import LIMIT_S
 
@@ -27,6 +27,6 @@ def patient_redis_clients() -> Iterator[None]:
     look-up's own budget.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in (leased_reports, pools, census, mirror, registry, writer):
+        for module in (leased_reports, pools, mirror, registry, writer):
             patch.setattr(module, "TIMEOUT_S", LIMIT_S)
         yield

@@ -7,7 +7,6 @@ Three keys per life of a worker, all expiring with its lease, so that a crash le
     {namespace}:seq:{ref}      string  number of the last batch applied to the set
     {namespace}:workers        set     the refs ever registered and not yet seen dead
     {namespace}:news           channel every change of a set, for the mirrors of routers
-    {namespace}:copies:{id}    channel whole sets, for one mirror
 """
 
 from collections.abc import Iterable
@@ -46,6 +45,3 @@ class Keys:
     @property
     def news(self) -> str:
         return f"{self.namespace}:news"
-
-    def copies(self, mirror_id: str) -> str:
-        return f"{self.namespace}:copies:{mirror_id}"

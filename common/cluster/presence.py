@@ -1,19 +1,16 @@
-"""The index and the registry on Redis, as routers and workers use them. See `keys.py` for what is stored."""
+"""A worker's lease and its part of the index, as one thing. See `keys.py` for what is stored."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 
-from common.cluster.prefix_index.reader import RedisIndexReader
 from common.cluster.prefix_index.writer import RedisIndexWriter
 from common.cluster.protocol import Registration
-from common.cluster.registry import Lease, RedisRegistry
+from common.cluster.registry import Lease
 from common.values.ids import BlockHash
-
-__all__ = ["RedisIndexReader", "RedisRegistry", "WorkerPresence"]
 
 
 class WorkerPresence:
-    """All that a worker says to Redis: its lease and its blocks. An empty `redis_url` says nothing to nobody.
+    """All that a worker says to Redis: its lease and its blocks. Without a `redis_url` it says nothing.
 
     `snapshot` returns the hashes of all blocks the worker caches; it is called in the event loop, after a gap.
     """

@@ -19,12 +19,12 @@ local function sliced(command, key, packed)
 end
 """
 
-# A change is told to the routers' mirrors: "number before, number after, bytes added, ref" and a line end, then the
-# members added and those removed. A number before of -1: the set was emptied; of the same: the worker lives. Nobody may
-# have to listen, and nothing fails when it cannot be told.
+# Routers hear of a change: "number before, number after, bytes added, ref" and a line end, then the members added and
+# those removed. A number before of -1: the set was emptied; of the same: the worker lives. A change is applied even
+# where it cannot be published.
 
 # KEYS: lease, members, sequence. ARGV: member width, ttl ms, expected sequence, added, removed, channel, ref, expected
-# number of members. Answers the new sequence number, the new number of members and why the mirrors could not be told,
+# number of members. Answers the new sequence number, the new number of members and why nothing could be published,
 # if so; -1 for a gap (a batch missed, members evicted or deleted), -2 when there is no lease.
 APPLY = (
     _SLICED
@@ -42,8 +42,8 @@ if #ARGV[4] + #ARGV[5] > 0 then
   redis.call('SET', KEYS[3], sequence, 'PX', ttl)
 end
 local head = table.concat({ARGV[3], sequence, #ARGV[4], ARGV[7]}, ' ')
-local told = redis.pcall('PUBLISH', ARGV[6], head .. '\\n' .. ARGV[4] .. ARGV[5])
-return {sequence, redis.call('SCARD', KEYS[2]), type(told) == 'table' and told.err or ''}
+local published = redis.pcall('PUBLISH', ARGV[6], head .. '\\n' .. ARGV[4] .. ARGV[5])
+return {sequence, redis.call('SCARD', KEYS[2]), type(published) == 'table' and published.err or ''}
 """
 )
 
@@ -54,43 +54,6 @@ redis.call('DEL', KEYS[2])
 redis.call('SET', KEYS[3], ARGV[2], 'PX', tonumber(ARGV[1]))
 redis.pcall('PUBLISH', ARGV[3], table.concat({-1, ARGV[2], 0, ARGV[4]}, ' ') .. '\\n')
 return tonumber(ARGV[2])
-"""
-
-# Tell one mirror a worker's whole set, on a channel of its own: the same connection brings it the changes after it.
-# KEYS: lease, members, sequence. ARGV: channel, ref, most members. Answers 0 when there is nothing to tell.
-COPY = """
-local sequence = redis.call('GET', KEYS[3])
-if redis.call('EXISTS', KEYS[1]) == 0 or not sequence then return 0 end
-if redis.call('SCARD', KEYS[2]) > tonumber(ARGV[3]) then return 0 end
-local members = table.concat(redis.call('SMEMBERS', KEYS[2]))
-return redis.call('PUBLISH', ARGV[1], table.concat({-1, sequence, #members, ARGV[2]}, ' ') .. '\\n' .. members)
-"""
-
-# KEYS: lease and members of each worker in turn. ARGV: member width, packed hashes, echo.
-# Answers the echo and, per worker, the longest prefix it holds (-1: no lease or not a set). Presence is monotone
-# along a chain (a block is evicted before its parent), so a binary search finds the end.
-LOOKUP = """
-local width = tonumber(ARGV[1])
-local packed, total, answer = ARGV[2], math.floor(#ARGV[2] / tonumber(ARGV[1])), {ARGV[3]}
-local function holds(key, idx)
-  local found = redis.pcall('SISMEMBER', key, string.sub(packed, (idx - 1) * width + 1, idx * width))
-  if type(found) ~= 'number' then return nil end
-  return found == 1
-end
-for worker = 1, #KEYS, 2 do
-  local low, high = 0, total
-  local first = nil
-  if redis.call('EXISTS', KEYS[worker]) == 1 then first = holds(KEYS[worker + 1], 1) end
-  if first == nil then low, high = -1, -1
-  elseif not first then high = 0
-  else low = 1 end
-  while low < high do
-    local middle = math.ceil((low + high) / 2)
-    if holds(KEYS[worker + 1], middle) then low = middle else high = middle - 1 end
-  end
-  answer[#answer + 1] = low
-end
-return answer
 """
 
 # KEYS: lease, workers, members, sequence. ARGV: ttl ms, ttl of the list ms, ref, registration.

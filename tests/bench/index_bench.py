@@ -1,4 +1,4 @@
-"""Index look-ups in memory, through Redis and in a router's mirror, over the prefixes of a real trace; and updates."""
+"""Index look-ups in memory and in a router's mirror, over the prefixes of a real trace; and updates."""
 
 import asyncio
 import hashlib
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from common.cluster.memory import InMemoryIndex
-from common.cluster.prefix_index.mirror import MirroredIndexReader
+from common.cluster.prefix_index.mirror import PrefixIndexMirror
 from common.cluster.prefix_index.writer import RedisIndexWriter
-from common.cluster.presence import RedisIndexReader, WorkerPresence
+from common.cluster.presence import WorkerPresence
 from common.cluster.protocol import PrefixIndexReader, Registration
 from common.cluster.registry import Lease
 from common.values.ids import BlockHash, WorkerRef
@@ -46,26 +46,19 @@ async def _measure() -> list[dict[str, Any]]:
         print("index through Redis: no server on this machine, not measured")
         return rows
     with tempfile.TemporaryDirectory() as folder, redis_box(found[0], Path(folder)) as box:
-        reader = RedisIndexReader(box.url, "bench", budget_s=1.0)
         presences = await _publish(box.url, held)
-        await _until_visible(reader, long)
-        rows += await _lookup_rows("Redis", reader, prompts, long)
-        rows += await _mirror_rows(reader, box.url, prompts, long)
+        rows += await _mirror_rows(box.url, prompts, long)
         rows.append(await _update_row(box.url))
         for presence in presences:
             await presence.close()
     return rows
 
 
-async def _mirror_rows(
-    reader: RedisIndexReader, url: str, prompts: Sequence[list[BlockHash]], long: list[BlockHash]
-) -> list[dict[str, Any]]:
-    """Closes `reader` too: a mirror owns the one it asks without a copy."""
-    mirror = MirroredIndexReader(reader, url, "bench")
+async def _mirror_rows(url: str, prompts: Sequence[list[BlockHash]], long: list[BlockHash]) -> list[dict[str, Any]]:
+    mirror = PrefixIndexMirror(url, "bench")
     mirror.start()
     async with asyncio.timeout(20.0):
-        while mirror.known_prefix(long, WORKERS) is None:
-            await mirror.longest_prefix(long, WORKERS)
+        while len(await mirror.longest_prefix(long, WORKERS)) < NUM_WORKERS:  # noqa: ASYNC110 - Redis does not call
             await asyncio.sleep(0.05)
     rows = await _lookup_rows("in a router's mirror", mirror, prompts, long)
     await mirror.close()
@@ -115,12 +108,6 @@ async def _publish(url: str, held: dict[WorkerRef, list[BlockHash]]) -> list[Wor
         presence.publish(hashes, [])
         presences.append(presence)
     return presences
-
-
-async def _until_visible(reader: RedisIndexReader, long: list[BlockHash]) -> None:
-    async with asyncio.timeout(20.0):
-        while len(await reader.longest_prefix(long, WORKERS)) < NUM_WORKERS:  # noqa: ASYNC110 - Redis does not call
-            await asyncio.sleep(0.05)
 
 
 async def _lookup_rows(

@@ -9,15 +9,14 @@ import pytest
 import redis
 
 from common.cluster.memory import InMemoryIndex
-from common.cluster.prefix_index.mirror import MirroredIndexReader
-from common.cluster.prefix_index.reader import RedisIndexReader
+from common.cluster.prefix_index.mirror import PrefixIndexMirror
 from common.cluster.presence import WorkerPresence
 from common.cluster.protocol import Registration
 from common.cluster.registry import RedisRegistry
 from common.values.config import ModelConfig, RouterConfig
 from router.core.generation import Finished
 from router.service import RouterService
-from tests.common.cluster.prefix_index.conftest import chain
+from tests.common.cluster.prefix_index.conftest import Truth, chain
 from tests.redis_box import RedisBox, binaries, redis_box
 from tests.router.core.kit import request
 from tests.router.grpc_worker import GrpcWorker, grpc_workers
@@ -42,7 +41,7 @@ class CountingRegistry(RedisRegistry):
 class Cluster:
     service: RouterService
     registry: CountingRegistry
-    index: MirroredIndexReader
+    truth: Truth
     workers: dict[str, GrpcWorker]
 
     async def until_polled(self) -> None:
@@ -65,7 +64,7 @@ class Cluster:
 
         async def is_whole() -> bool:
             listed = {each.ref for each in await self.registry.live_workers() or []}
-            found = await self.index._reader.longest_prefix(BLOCKS, refs)
+            found = await self.truth.longest_prefix(BLOCKS, refs)
             return listed == set(refs) and found == dict.fromkeys(refs, len(BLOCKS))
 
         await until(is_whole)
@@ -87,14 +86,14 @@ async def cluster_on(url: str) -> AsyncIterator[Cluster]:
             presence = WorkerPresence(url, "ns", registration, lease_s=LEASE_S, snapshot=lambda: BLOCKS)
             await presence.start()
             stack.push_async_callback(presence.close)
-        index = MirroredIndexReader(RedisIndexReader(url, "ns", budget_s=5.0), url, "ns")
+        index = PrefixIndexMirror(url, "ns")
         registry = CountingRegistry(url, "ns")
         service = RouterService(config, index, registry)
         index.start()
         await service.start()
         for owner in (registry, index, service):
             stack.push_async_callback(owner.close)
-        yield Cluster(service, registry, index, workers)
+        yield Cluster(service, registry, Truth(url, "ns"), workers)
 
 
 def evict(client: redis.Redis) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from common.cluster.prefix_index.census import WorkerCensus
+from common.cluster.prefix_index.stats import WorkerIndexStats
 from common.values.ids import RequestId
 from common.values.messages import Role, WorkerState
 from router.front.service_protocol import ClusterState, JsonObject, WorkerView
@@ -90,9 +90,9 @@ def record(request_id: str, status: str = "finished", **fields: object) -> dict[
     return base | fields
 
 
-CENSUS = (
-    WorkerCensus("decode-0", 300, 0.25, "prefill-0", 0.75),
-    WorkerCensus("prefill-0", 1200, 1.0),
+INDEX_STATS = (
+    WorkerIndexStats("decode-0", 300, 0.25, "prefill-0", 0.75),
+    WorkerIndexStats("prefill-0", 1200, 1.0),
 )
 RECORDS = (
     record("req-running", "running", num_completion_tokens=0, age_s=0.4),
@@ -125,7 +125,7 @@ class PageService(ScriptedService):
 
 def page_service() -> PageService:
     script = lambda request: answer(request, ids("Paris is nice."))  # noqa: E731 - a script is one expression
-    service = PageService(script, seen=replace(RECENT, transfers=TRANSFERS), census=CENSUS)
+    service = PageService(script, seen=replace(RECENT, transfers=TRANSFERS), index_stats=INDEX_STATS)
     service.events.add("joined", "decode-0, decode at 127.0.0.1:4000")
     service.events.add("left", "<img src=x>: stream ended")
     return service

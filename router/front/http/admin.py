@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.cluster.prefix_index.census import WorkerCensus
+from common.cluster.prefix_index.stats import WorkerIndexStats
 from common.cluster.reports import LoadingWorker, RouterReport
 from common.values.errors import InvalidRequest, RequestNotFound, WorkerNotFound
 from common.values.ids import RequestId, WorkerRef
@@ -30,7 +30,7 @@ BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 ScalePools = Callable[[Mapping[str, int]], Awaitable[object]]
 PoolStatus = Callable[[], Awaitable[object]]
 Routers = Callable[[], Sequence[RouterReport]]
-IndexCensus = Callable[[Sequence[WorkerRef]], Awaitable[Sequence[WorkerCensus] | None]]
+IndexStats = Callable[[Sequence[WorkerRef]], Sequence[WorkerIndexStats] | None]
 Loading = Callable[[], Sequence[LoadingWorker]]
 
 
@@ -47,17 +47,13 @@ class PoolsBody(msgspec.Struct, forbid_unknown_fields=True):
     decode: int | None = None
 
 
-async def _no_census(workers: Sequence[WorkerRef]) -> None:
-    """Where there is no index to ask."""
-
-
 @dataclass(frozen=True, slots=True)
 class AdminHooks:
     """What the process around us supplies.
 
     `scale_pools(sizes)` sets the desired size of one or both pools, where it can. `pool_status()` is what the pool
     controller last said, None when there is none. `routers()` is every router of the cluster, this one too,
-    `loading()` every worker that is not ready yet, `index_census` what each worker has in the prefix index.
+    `loading()` every worker that is not ready yet, `index_stats` what each worker has in the prefix index.
     """
 
     exposition: Callable[[], bytes]
@@ -67,7 +63,7 @@ class AdminHooks:
     routers: Routers = tuple
     loading: Loading = tuple
     router_id: str = ""
-    index_census: IndexCensus = _no_census
+    index_stats: IndexStats = lambda workers: None
 
 
 class AdminEndpoints:

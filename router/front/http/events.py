@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.cluster.prefix_index.census import WorkerCensus
+from common.cluster.prefix_index.stats import WorkerIndexStats
 from common.values.errors import Overloaded
 from common.values.ids import WorkerRef
 from router.front.frontend import Frontend
@@ -24,7 +24,7 @@ MAX_WATCHERS = 64
 NUM_REQUESTS = 50
 NUM_EVENTS = 50
 # Blocks come and go more slowly than people look.
-CENSUS_INTERVAL_S = 3.0
+INDEX_INTERVAL_S = 3.0
 _KEEP_ALIVE_S = 15.0
 _TIMINGS = ("time_to_first_token_s", "wall_s")
 _BRIEF = (
@@ -42,7 +42,7 @@ class StateFeed:
         self._num_watchers = 0
         self._frame = b""
         self._made_s = float("-inf")
-        self._census: Sequence[WorkerCensus] | None = None
+        self._index_stats: Sequence[WorkerIndexStats] | None = None
         self._counted_s = float("-inf")
         self._making = asyncio.Lock()
 
@@ -68,20 +68,20 @@ class StateFeed:
             "pools": None if self._hooks.pool_status is None else await self._hooks.pool_status(),
             "routers": self._hooks.routers(),
             "loading": self._hooks.loading(),
-            "index": await self._index(),
+            "index": self._index(),
             "events": service.events.newest(NUM_EVENTS),
             "recent": service.recent(),
             "requests": [brief(record) for record in service.request_records(NUM_REQUESTS)],
         }
 
-    async def _index(self) -> Sequence[WorkerCensus] | None:
+    def _index(self) -> Sequence[WorkerIndexStats] | None:
         """What each worker has in the prefix index, as of some seconds ago."""
         now_s = time.monotonic()
-        if now_s - self._counted_s >= CENSUS_INTERVAL_S:
+        if now_s - self._counted_s >= INDEX_INTERVAL_S:
             workers = self._frontend.service.state().workers
             refs = sorted(WorkerRef(worker.worker_id, worker.incarnation) for worker in workers)
-            self._census, self._counted_s = await self._hooks.index_census(refs), now_s
-        return self._census
+            self._index_stats, self._counted_s = self._hooks.index_stats(refs), now_s
+        return self._index_stats
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
         self._num_watchers += 1

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 
-from common.cluster.prefix_index.census import WorkerCensus
+from common.cluster.prefix_index.stats import WorkerIndexStats
 from common.cluster.reports import RouterReport
 from common.values.ids import WorkerRef
 from router.front.frontend import Frontend
@@ -119,12 +119,12 @@ async def http_rig(
         me = RouterReport("router-a", url, "127.0.0.1:50051", service.router_pid, True, *load)
         return [me, *service.other_routers]
 
-    async def census(workers: Sequence[WorkerRef]) -> Sequence[WorkerCensus] | None:
-        return service.census
+    def index_stats(workers: Sequence[WorkerRef]) -> Sequence[WorkerIndexStats] | None:
+        return service.index_stats
 
     exposition = b"pdserve_requests_running 0\n"
     hooks = AdminHooks(
-        lambda: exposition, "0.1.0", scale, pool_status, routers, lambda: service.loading, "router-a", census
+        lambda: exposition, "0.1.0", scale, pool_status, routers, lambda: service.loading, "router-a", index_stats
     )
     server = HttpServer(build_app(frontend, settings, hooks, access or open_access()), listener, room=room)
     serving = asyncio.ensure_future(server.serve())

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from common.cluster.prefix_index.census import WorkerCensus
+from common.cluster.prefix_index.stats import WorkerIndexStats
 from common.cluster.reports import LoadingWorker, RouterReport
 from common.values.errors import PdserveError
 from common.values.ids import RequestId
@@ -106,7 +106,7 @@ class ScriptedService:
     router_pid: int = 11
     other_routers: tuple[RouterReport, ...] = ()
     loading: tuple[LoadingWorker, ...] = ()
-    census: tuple[WorkerCensus, ...] | None = None
+    index_stats: tuple[WorkerIndexStats, ...] | None = None
     events: EventLog = field(default_factory=lambda: EventLog(time.monotonic))
     _cancellations: dict[RequestId, asyncio.Event] = field(default_factory=dict)
 

@@ -18,10 +18,10 @@ function createRow({ worker_id: name }) {
   return h("tr", {}, h("th", { scope: "row" }, name), cells);
 }
 
-function updateRow(row, census, blockSize) {
+function updateRow(row, stats, blockSize) {
   const [, blocks, tokens, only, shared] = row.children;
-  setText(blocks, count(census.num_blocks));
-  setText(tokens, blockSize ? count(census.num_blocks * blockSize) : count(null));
-  setText(only, percent(census.share_only_here));
-  setText(shared, census.most_shared_with ? `${census.most_shared_with}, ${percent(census.most_shared)}` : "–");
+  setText(blocks, count(stats.num_blocks));
+  setText(tokens, blockSize ? count(stats.num_blocks * blockSize) : count(null));
+  setText(only, percent(stats.share_only_here));
+  setText(shared, stats.most_shared_with ? `${stats.most_shared_with}, ${percent(stats.most_shared)}` : "–");
 }

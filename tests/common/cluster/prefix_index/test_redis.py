@@ -7,11 +7,11 @@ import pytest
 
 from common.cluster.keys import Keys
 from common.cluster.prefix_index.writer import RedisIndexWriter
-from common.cluster.presence import RedisIndexReader, RedisRegistry, WorkerPresence
-from common.cluster.registry import Lease
+from common.cluster.presence import WorkerPresence
+from common.cluster.registry import Lease, RedisRegistry
 from common.values.ids import BlockHash, WorkerRef
 from common.values.messages import Role
-from tests.common.cluster.prefix_index.conftest import chain, registration
+from tests.common.cluster.prefix_index.conftest import Truth, chain, registration
 from tests.redis_box import RedisBox
 from tests.waiting import until
 
@@ -36,10 +36,9 @@ class Worker:
 class Cluster:
     def __init__(self, stack: AsyncExitStack, url: str, namespace: str) -> None:
         self._stack, self._url, self.namespace = stack, url, namespace
-        # Correctness is what is tested here: a busy machine gets more than the router's 50 ms.
-        self.reader = RedisIndexReader(url, namespace, budget_s=5.0)
+        self.truth = Truth(url, namespace)
         self.registry = RedisRegistry(url, namespace)
-        stack.push_async_callback(self.reader.close)
+        stack.push_async_callback(self.truth.close)
         stack.push_async_callback(self.registry.close)
 
     async def worker(self, worker_id: str, incarnation: str = "a", lease_s: float = 30.0) -> Worker:
@@ -67,7 +66,7 @@ async def test_lookup_finds_the_longest_prefix_of_every_length(cluster: Cluster)
     for held in range(1, 10):
         await worker.store([prompt[held - 1]])
         for asked in range(1, 10):
-            found = await cluster.reader.longest_prefix(prompt[:asked], [worker.ref])
+            found = await cluster.truth.longest_prefix(prompt[:asked], [worker.ref])
             assert found == {worker.ref: min(held, asked)}
 
 
@@ -76,7 +75,7 @@ async def test_lookup_answers_for_each_worker_and_omits_those_without(cluster: C
     prompt = chain("prompt", 40)
     await first.store(prompt[:7])
     await third.store(prompt)
-    found = await cluster.reader.longest_prefix(prompt, [first.ref, second.ref, third.ref])
+    found = await cluster.truth.longest_prefix(prompt, [first.ref, second.ref, third.ref])
     assert found == {first.ref: 7, third.ref: 40}
 
 
@@ -86,10 +85,10 @@ async def test_evicted_blocks_are_gone_and_stored_again_are_back(cluster: Cluste
     await worker.store(prompt)
     worker.writer.publish([], prompt[4:])
     await worker.writer.flush()
-    assert await cluster.reader.longest_prefix(prompt, [worker.ref]) == {worker.ref: 4}
+    assert await cluster.truth.longest_prefix(prompt, [worker.ref]) == {worker.ref: 4}
     worker.writer.publish(prompt[4:], [])
     await worker.writer.flush()
-    assert await cluster.reader.longest_prefix(prompt, [worker.ref]) == {worker.ref: 6}
+    assert await cluster.truth.longest_prefix(prompt, [worker.ref]) == {worker.ref: 6}
 
 
 async def test_last_word_on_a_block_counts_when_batches_were_pending(cluster: Cluster) -> None:
@@ -99,15 +98,15 @@ async def test_last_word_on_a_block_counts_when_batches_were_pending(cluster: Cl
     worker.writer.publish([], [*kept, *dropped])
     worker.writer.publish(kept, [])
     await worker.writer.flush()
-    assert await cluster.reader.longest_prefix(kept, [worker.ref]) == {worker.ref: 1}
-    assert await cluster.reader.longest_prefix(dropped, [worker.ref]) == {}
+    assert await cluster.truth.longest_prefix(kept, [worker.ref]) == {worker.ref: 1}
+    assert await cluster.truth.longest_prefix(dropped, [worker.ref]) == {}
 
 
 async def test_more_blocks_than_one_batch_arrive(cluster: Cluster) -> None:
     worker = await cluster.worker("p0")
     prompt = chain("long", 10_000)
     await worker.store(prompt)
-    assert await cluster.reader.longest_prefix(prompt, [worker.ref]) == {worker.ref: 10_000}
+    assert await cluster.truth.longest_prefix(prompt, [worker.ref]) == {worker.ref: 10_000}
     assert worker.writer.counts.num_batches == 3
 
 
@@ -117,7 +116,7 @@ async def test_too_much_pending_turns_into_a_resync_with_the_same_result(box: Re
         worker.writer._max_pending = 10
         prompt = chain("prompt", 25)
         await worker.store(prompt)
-        assert await cluster.reader.longest_prefix(prompt, [worker.ref]) == {worker.ref: 25}
+        assert await cluster.truth.longest_prefix(prompt, [worker.ref]) == {worker.ref: 25}
         assert worker.writer.counts.num_resyncs == 2
 
 
@@ -126,8 +125,8 @@ async def test_a_dead_workers_late_batch_is_ignored(cluster: Cluster) -> None:
     await worker.store(chain("prompt", 3))
     await worker.lease.deregister()
     await worker.store(chain("late", 3))
-    assert await cluster.reader.longest_prefix(chain("prompt", 3), [worker.ref]) == {}
-    assert await cluster.reader.longest_prefix(chain("late", 3), [worker.ref]) == {}
+    assert await cluster.truth.longest_prefix(chain("prompt", 3), [worker.ref]) == {}
+    assert await cluster.truth.longest_prefix(chain("late", 3), [worker.ref]) == {}
 
 
 async def test_a_worker_whose_lease_ended_changes_nothing_until_it_registers_again(
@@ -141,10 +140,10 @@ async def test_a_worker_whose_lease_ended_changes_nothing_until_it_registers_aga
     await worker.store(late)
     await worker.writer.flush()
     assert box.client().scard(Keys(cluster.namespace).members(worker.ref)) == 3
-    assert await cluster.reader.longest_prefix(prompt, [worker.ref]) == {}
+    assert await cluster.truth.longest_prefix(prompt, [worker.ref]) == {}
     assert await worker.lease.renew()
     await worker.writer.flush()
-    assert await cluster.reader.longest_prefix(late, [worker.ref]) == {worker.ref: 3}
+    assert await cluster.truth.longest_prefix(late, [worker.ref]) == {worker.ref: 3}
 
 
 async def test_a_batch_that_was_on_its_way_during_a_resync_is_not_applied_afterwards(cluster: Cluster) -> None:
@@ -158,7 +157,7 @@ async def test_a_batch_that_was_on_its_way_during_a_resync_is_not_applied_afterw
     assert await worker.writer._call_apply([], prompt) < 0
     worker.writer._sequence = current
     await worker.writer.flush()
-    assert await cluster.reader.longest_prefix(prompt, [worker.ref]) == {worker.ref: 4}
+    assert await cluster.truth.longest_prefix(prompt, [worker.ref]) == {worker.ref: 4}
 
 
 async def test_a_new_incarnation_starts_with_nothing_of_the_old_one(cluster: Cluster) -> None:
@@ -166,8 +165,8 @@ async def test_a_new_incarnation_starts_with_nothing_of_the_old_one(cluster: Clu
     prompt = chain("prompt", 3)
     await old.store(prompt)
     new = await cluster.worker("p0", "new")
-    assert await cluster.reader.longest_prefix(prompt, [new.ref]) == {}
-    assert await cluster.reader.longest_prefix(prompt, [old.ref]) == {old.ref: 3}
+    assert await cluster.truth.longest_prefix(prompt, [new.ref]) == {}
+    assert await cluster.truth.longest_prefix(prompt, [old.ref]) == {old.ref: 3}
 
 
 async def test_duplicate_and_reordered_batches_change_nothing(cluster: Cluster) -> None:
@@ -179,10 +178,10 @@ async def test_duplicate_and_reordered_batches_change_nothing(cluster: Cluster) 
     worker.writer.publish([], prompt)
     await worker.writer.flush()
     assert worker.writer.counts.num_resyncs == 1
-    assert await cluster.reader.longest_prefix(prompt, [worker.ref]) == {worker.ref: 4}
+    assert await cluster.truth.longest_prefix(prompt, [worker.ref]) == {worker.ref: 4}
     await worker.writer.flush()
     assert worker.writer.counts.num_resyncs == 2
-    assert await cluster.reader.longest_prefix(prompt, [worker.ref]) == {worker.ref: 4}
+    assert await cluster.truth.longest_prefix(prompt, [worker.ref]) == {worker.ref: 4}
 
 
 async def test_registry_lists_live_workers_and_forgets_the_others(cluster: Cluster) -> None:
@@ -244,7 +243,7 @@ async def test_presence_registers_publishes_and_gives_the_lease_back(box: RedisB
         assert await cluster.registry.live_workers() == [who]
 
         async def holds(num_blocks: int) -> bool:
-            return await cluster.reader.longest_prefix(prompt, [who.ref]) == {who.ref: num_blocks}
+            return await cluster.truth.longest_prefix(prompt, [who.ref]) == {who.ref: num_blocks}
 
         await until(lambda: holds(1))
         presence.publish(prompt[1:], [])
