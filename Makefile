@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check proto aot bench bench-peers gpu sim explore chaos soak clean install lines docs-check
+.PHONY: demo test check proto aot bench bench-peers gpu sim explore chaos soak clean install lines docs-check mutation
 
 install: $(STAMP)
 
@@ -57,6 +57,10 @@ chaos: install
 # Mixed load for SOAK_SECONDS (600) with a random fault each minute and a quiet end; writes build/soak.json.
 soak: install
 	@$(BIN)/python -m tests.chaos.soak $(if $(KEEP),--keep)
+
+# Small faults of all kinds, SAMPLE (20) per core, planted one at a time; how many the tests see. About an hour.
+mutation: install
+	@$(BIN)/python -m tests.tools.mutation --sample $(or $(SAMPLE),20)
 
 # What README and docs tell people to run, run in a fresh clone; LONG=1 takes the commands of many minutes too.
 docs-check: install
