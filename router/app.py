@@ -36,9 +36,10 @@ from router.front.http.generation import HttpSettings
 from router.front.http.listening import HttpServer
 from router.front.http.server import build_app
 from router.front.ports import bind
+from router.front.service_protocol import JsonObject
 from router.front.tls import grpc_credentials, http_context
-from router.observe.otlp import OtlpExporter, headers_of
-from router.observe.spans import Origin, SpanMaker
+from router.observe.otlp import TraceExporter
+from router.observe.spans import Origin
 from router.request.served_model import ServedModel
 from router.request.validation import Validator
 from router.router_registry import RouterRegistry, own_report
@@ -63,6 +64,7 @@ class RouterPorts:
 
 
 OnReady = Callable[[RouterPorts], None]
+OnEnd = Callable[[JsonObject], None]
 
 
 def run(
@@ -109,9 +111,9 @@ async def serve(
         stack.callback(listener.close)
         model, tokenizer = _open_model(config)
         metrics = _metrics(config, model)
-        exporter = await stack.enter_async_context(_traces(config, model, metrics))
+        on_end = await stack.enter_async_context(_traces(config, model, metrics))
         index = await stack.enter_async_context(_index(config, metrics))
-        service = await stack.enter_async_context(_service(config, index, metrics, exporter))
+        service = await stack.enter_async_context(_service(config, index, metrics, on_end))
         access = await stack.enter_async_context(keys_in_force(config, metrics))
         encode = partial(tokenizer.encode, add_special_tokens=False)
         validator = Validator(model, config.default_deadline_s, random.Random(), encode)
@@ -188,20 +190,16 @@ class _StopSignals:
 
 
 @asynccontextmanager
-async def _traces(config: RouterConfig, model: ServedModel, metrics: Metrics) -> AsyncIterator[OtlpExporter | None]:
-    """Sends traces while it is open, when there is somebody to send them to."""
+async def _traces(config: RouterConfig, model: ServedModel, metrics: Metrics) -> AsyncIterator[OnEnd | None]:
+    """Sends traces while it is open, where a collector is configured."""
     if not config.otlp_traces_endpoint:
         yield None
         return
-    spans = SpanMaker(Origin(config.router_id, model.name, _version()), random.SystemRandom())
-    exporter = OtlpExporter(config.otlp_traces_endpoint, spans, metrics, headers_of())
-    sending = asyncio.create_task(exporter.run(), name="traces")
+    exporter = TraceExporter(config.otlp_traces_endpoint, Origin(config.router_id, model.name, _version()), metrics)
     try:
-        yield exporter
+        yield exporter.add
     finally:
-        sending.cancel()
-        await asyncio.gather(sending, return_exceptions=True)
-        await exporter.flush()
+        await exporter.close()
 
 
 @asynccontextmanager
@@ -220,10 +218,9 @@ async def _index(config: RouterConfig, metrics: Metrics) -> AsyncIterator[Prefix
 
 @asynccontextmanager
 async def _service(
-    config: RouterConfig, index: PrefixIndexMirror, metrics: Metrics, exporter: OtlpExporter | None
+    config: RouterConfig, index: PrefixIndexMirror, metrics: Metrics, on_end: OnEnd | None
 ) -> AsyncIterator[RouterService]:
     registry = RedisRegistry(config.redis_url, config.namespace)
-    on_end = exporter.add if exporter is not None else None
     service = RouterService(config, index, registry, metrics, on_end=on_end)
     try:
         await service.start()

@@ -1,20 +1,31 @@
 """The exporter against a collector on a real port: batches, order, a collector that fails, a full queue."""
 
 import asyncio
-import json
-import random
+import base64
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from google.protobuf.json_format import MessageToDict
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from router.observe import otlp
-from router.observe.otlp import DROPPED, MAX_QUEUED, OtlpExporter, headers_of
-from router.observe.spans import Origin, SpanMaker
+from router.observe.otlp import DROPPED, TraceExporter
+from router.observe.spans import Origin
 from tests.ui.page_service import record
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
+
+
+def _as_json(body: bytes) -> dict[str, Any]:
+    """As OTLP's JSON has it: ids are hexadecimal."""
+    message = MessageToDict(ExportTraceServiceRequest.FromString(body))
+    for resource in message["resourceSpans"]:
+        for span in resource["scopeSpans"][0]["spans"]:
+            for name in ("traceId", "spanId", "parentSpanId"):
+                span[name] = base64.b64decode(span.get(name, "")).hex()
+    return message
 
 
 class Collector:
@@ -29,7 +40,7 @@ class Collector:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
-                collector.bodies.append(json.loads(body))
+                collector.bodies.append(_as_json(body))
                 collector.headers.append({name.lower(): value for name, value in self.headers.items()})
                 self.send_response(collector.status)
                 self.send_header("content-length", "2")
@@ -82,72 +93,105 @@ def collector() -> Iterator[Collector]:
     started.close()
 
 
-def exporter(url: str, counts: Counts) -> OtlpExporter:
-    spans = SpanMaker(Origin("router-0", "tiny", "0.1.0"), random.Random(1))
-    return OtlpExporter(url, spans, counts, {"x-api-key": "k"})
+def exporter(url: str, counts: Counts) -> TraceExporter:
+    return TraceExporter(url, Origin("router-0", "tiny", "0.1.0"), counts)
 
 
 async def test_requests_are_sent_in_batches_with_the_headers(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(otlp, "BATCH_INTERVAL_S", 0.01)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20t0ken, x-scope = a=b")
     sender = exporter(collector.url, Counts())
     for idx in range(3):
         sender.add(record(f"r{idx}"))
-    sending = asyncio.create_task(sender.run())
 
     async def has_all() -> bool:
         return len(collector.request_ids) == 3
 
     await until(has_all)
-    sending.cancel()
-    await asyncio.gather(sending, return_exceptions=True)
+    await sender.close()
     assert collector.request_ids == ["r0", "r1", "r2"]
-    assert len(collector.bodies) == 1
-    assert collector.headers[0]["x-api-key"] == "k"
-    assert collector.headers[0]["content-type"] == "application/json"
+    assert collector.headers[0]["authorization"] == "Bearer t0ken"
+    assert collector.headers[0]["x-scope"] == "a=b"
+    assert collector.headers[0]["content-type"] == "application/x-protobuf"
 
 
-async def test_what_is_left_is_sent_at_the_end(collector: Collector) -> None:
+async def test_what_is_left_is_sent_at_the_end(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "_FLUSH_LIMIT_S", LIMIT_S)
     counts = Counts()
     sender = exporter(collector.url, counts)
     for idx in range(200):
         sender.add(record(f"r{idx}"))
-    await sender.flush()
-    assert (len(collector.request_ids), len(collector.bodies), counts.dropped) == (200, 2, 0)
+    await sender.close()
+    assert (len(collector.request_ids), len(collector.bodies), counts.dropped) == (200, 3, 0)
 
 
-@pytest.mark.parametrize("status", [400, 503])
-async def test_what_the_collector_refuses_is_counted_and_forgotten(collector: Collector, status: int) -> None:
+async def test_what_the_collector_refuses_is_counted_and_forgotten(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(otlp, "BATCH_INTERVAL_S", 0.01)
     counts = Counts()
     sender = exporter(collector.url, counts)
-    collector.status = status
+
+    async def is_dropped() -> bool:
+        return counts.dropped == 1
+
+    collector.status = 400
     sender.add(record("lost"))
-    await sender.flush()
+    await until(is_dropped)
     collector.status = 200
     sender.add(record("kept"))
-    await sender.flush()
+    await sender.close()
     assert counts.dropped == 1
     assert collector.request_ids == ["lost", "kept"]
+    said = capsys.readouterr().out
+    assert (said.count("traces_not_taken"), said.count("traces_taken_again")) == (1, 1)
 
 
-async def test_a_collector_that_is_away_costs_traces_only() -> None:
+@pytest.mark.parametrize("status", [0, 503])
+async def test_a_collector_that_is_away_costs_traces_only(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Whether it refuses connections or asks to try again: the end does not wait for it."""
+    monkeypatch.setattr(otlp, "_FLUSH_LIMIT_S", 0.1)
+    monkeypatch.setattr(otlp, "_TIMEOUT_S", 2 * LIMIT_S)
     counts = Counts()
-    sender = exporter("http://127.0.0.1:9/v1/traces", counts)
+    collector.status = status
+    sender = exporter(collector.url if status else "http://127.0.0.1:9/v1/traces", counts)
     sender.add(record("r"))
-    await sender.flush()
+    async with asyncio.timeout(LIMIT_S):
+        await sender.close()
     assert counts.dropped == 1
 
 
-async def test_the_queue_is_bounded() -> None:
+async def test_the_queue_is_bounded(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not sampled takes no place for long."""
+    monkeypatch.setattr(otlp, "_FLUSH_LIMIT_S", 0.0)
+    monkeypatch.setattr(otlp, "MAX_QUEUED", 100)
     counts = Counts()
     sender = exporter("http://127.0.0.1:9/v1/traces", counts)
-    for _ in range(MAX_QUEUED + 5):
+    monkeypatch.setattr(sender._processor, "on_end", lambda span: None)  # the SDK's thread is far behind
+    unsampled = {"trace_parent": f"00-{'a' * 32}-{'b' * 16}-00"}
+    for _ in range(100):
+        sender.add(record("r", **unsampled))
+
+    async def is_empty() -> bool:
+        return sender._num_skipped == 100
+
+    await until(is_empty)
+    for _ in range(105):
         sender.add(record("r"))
     assert counts.dropped == 5
+    await sender.close()
 
 
-def test_headers_come_from_opentelemetrys_variable() -> None:
-    text = "authorization=Bearer%20t0ken, x-scope = a=b,broken"
-    assert headers_of({"OTEL_EXPORTER_OTLP_HEADERS": text}) == {"authorization": "Bearer t0ken", "x-scope": "a=b"}
-    assert headers_of({}) == {}
+async def test_a_record_that_breaks_the_maker_costs_its_trace_alone(
+    collector: Collector, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sender = exporter(collector.url, Counts())
+    sender.add({"timings": {}})
+    sender.add(record("r"))
+    await sender.close()
+    assert collector.request_ids == ["r"]
+    assert "trace_failed" in capsys.readouterr().out
