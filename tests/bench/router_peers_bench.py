@@ -19,6 +19,7 @@ from typing import Any
 import uvloop
 
 from tests.bench import router_bench
+from tests.bench.failures import sparing
 from tests.bench.router_bench import NUM_CONNECTIONS, Rig
 from tests.bench.router_clients import HttpClient
 
@@ -29,7 +30,7 @@ PEERS = {
     "vllm-router": ("-m", "vllm_router.launch_router", "--policy", "cache_aware"),
     "smg": ("-m", "smg.launch_router", "--policy", "cache_aware"),
 }
-NUM_LATENCIES, NUM_LOADED, WARM_UP = 300, 3000, 48
+NUM_LATENCIES, NUM_LOADED, WARM_UP, ANSWER_TRIES = 300, 3000, 48, 150
 SCALE = 0.5  # of our router's benchmark
 _CASE = router_bench.CASES[0].name
 METRICS = (
@@ -72,12 +73,17 @@ def _peer_figures() -> dict[str, tuple[float, ...]]:
         assert stub.stdout is not None
         stub_port = int(stub.stdout.readline())
         for name, command in PEERS.items():
-            with _peer(command, stub_port) as rig, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with (
+                sparing(name),
+                _peer(command, stub_port) as rig,
+                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+            ):
                 figures[name] = runner.run(_measure(rig, stub_port))
     return figures
 
 
 async def _measure(rig: Rig, stub_port: int) -> tuple[float, ...]:
+    await _first_answer(rig)
     await _load(rig, WARM_UP)
     through, direct = await _open(rig.port), await _open(stub_port)
     pairs = [(await _ask(through, rig), await _ask(direct, rig)) for _ in range(NUM_LATENCIES)]
@@ -85,6 +91,16 @@ async def _measure(rig: Rig, stub_port: int) -> tuple[float, ...]:
     wall_s, processor_s = await _load(rig, NUM_LOADED)
     added_s = [ordered[NUM_LATENCIES * percent // 100] - alone_s for percent in (50, 99)]
     return *(1e3 * each_s for each_s in added_s), NUM_LOADED / processor_s, NUM_LOADED / wall_s
+
+
+async def _first_answer(rig: Rig) -> None:
+    """Some are healthy before they know their worker's model, and answer 404 until then."""
+    for _ in range(ANSWER_TRIES):
+        with contextlib.suppress(AssertionError, OSError, asyncio.IncompleteReadError):
+            await _ask(await _open(rig.port), rig)
+            return
+        await asyncio.sleep(0.2)
+    await _ask(await _open(rig.port), rig)
 
 
 async def _load(rig: Rig, num_requests: int) -> tuple[float, float]:

