@@ -2,7 +2,8 @@
 
 Owns the limits of a request's head and the time that a request may take to arrive. A request that two programs could
 read differently (a header given twice, a transfer encoding of another kind) is refused, not interpreted: a proxy
-before us must not see other requests than we do.
+before us must not see other requests than we do. An offer to speak another protocol (every stock Java client offers
+HTTP/2) is not taken up: the request is read again without it, framed by the same parser under the same rules.
 """
 
 import asyncio
@@ -10,8 +11,10 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.front.http.connections import Connections
 from router.front.http.stream import CONNECTION_EXTENSION
@@ -25,6 +28,7 @@ _SINGLE = (
 )
 # The application ends slow bodies and streams by itself; this is for what goes on after its answer.
 _SLACK_S = 5.0
+_OFFER_HEADERS = (b"upgrade", b"http2-settings")
 _MALFORMED = (HTTPStatus.BAD_REQUEST, "the request is no valid HTTP")
 _HEAD_TOO_LARGE = (
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
@@ -48,6 +52,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._problem: _Problem = _MALFORMED
         self._num_head_bytes = 0
         self._is_in_head = True
+        self._has_offer = False
+        self._num_trailers = 0
         self._deadline_s: float | None = None
         self._num_unsent = 0
         self._unsent_since_s = self.loop.time()
@@ -91,41 +97,83 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if not self._is_in_head:
-            super().data_received(data)
-            return
-        if self._deadline_s is None:  # what comes may be no head yet, and uvicorn's own timer ends with any byte
+        self._unset_keepalive_if_required()
+        if (
+            self._is_in_head and self._deadline_s is None
+        ):  # what comes may be no head yet, and uvicorn's own timer ends with any byte
             self._deadline_s = self.loop.time() + limits.KEEP_ALIVE_TIMEOUT_S
         self._num_head_bytes += len(data)
-        super().data_received(data)
-        if self._is_in_head and self._num_head_bytes > limits.MAX_HEADER_BYTES and not self.transport.is_closing():
+        self._parse(data)
+        if self._num_head_bytes > limits.MAX_HEADER_BYTES and not self.transport.is_closing():
             self._problem = _HEAD_TOO_LARGE
             self.send_400_response("")
+
+    def _parse(self, data: bytes) -> None:
+        """With an upgrade offered, the parser stops behind the head and gives the place."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = self._head_without_offer() + data[offer.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+
+    def _head_without_offer(self) -> bytes:
+        """The head that was just parsed, less what offers an upgrade."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b", ".join(each for each in value.split(b",") if each.strip().lower() not in _OFFER_HEADERS)
+            if name not in _OFFER_HEADERS:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {CONNECTION_EXTENSION: self}  # type: ignore[dict-item]
         self._is_in_head = True
+        self._has_offer = False
+        self._num_trailers = 0
         self._deadline_s = self.loop.time() + limits.HEADER_TIMEOUT_S
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_head:  # what comes after the body is nobody's header
+        if self._is_in_head:
             super().on_header(name, value)
+            return
+        self._num_trailers += 1  # what comes after the body is ignored
+        if self._num_trailers > limits.MAX_HEADERS:
+            self._problem = _HEAD_TOO_LARGE
+            raise _Refused
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        self._num_head_bytes = 0
         problem = self._head_problem()
         if problem is not None:
             self._problem = problem
             raise _Refused
+        self._has_offer = self.parser.should_upgrade()
+        if self._has_offer:
+            return
+        self._is_in_head = False
+        self._num_head_bytes = 0
         self._deadline_s = self.loop.time() + limits.BODY_TIMEOUT_S + _SLACK_S
         self._room.begins(self)
         super().on_headers_complete()
-        if self.parser.should_upgrade():  # nothing is; what follows is for another protocol, and never answered
-            self.cycle.keep_alive = False
+        if self.scope["http_version"] == "1.0":
+            _send_without_chunks(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._has_offer:
+            return
+        self._num_head_bytes = 0
         self._deadline_s = None
         self._is_in_head = True
         super().on_message_complete()
@@ -138,6 +186,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls when the parser gives up, in OpenAI's form and with the status that fits."""
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()  # in the middle of an answer nothing else can be said
+            return
         status, message = self._problem
         kind = "server_overloaded" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
         body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": _code(status)}})
@@ -193,15 +244,32 @@ class GuardedProtocol(HttpToolsProtocol):
     def _framing_problem(self) -> _Problem | None:
         """Each header is given only once; a length beside chunks is refused by the parser."""
         headers, version = dict(self.headers), self.parser.get_http_version()
-        encoding, length = headers.get(b"transfer-encoding"), headers.get(b"content-length", b"0")
+        if self.parser.get_method() == b"CONNECT":
+            return HTTPStatus.BAD_REQUEST, "this is no proxy"
+        if version == "1.1" and b"host" not in headers:
+            return HTTPStatus.BAD_REQUEST, "the host header is missing"
+        encoding = headers.get(b"transfer-encoding")
         if version not in ("1.0", "1.1"):
             return HTTPStatus.BAD_REQUEST, "the version must be HTTP/1.1 or HTTP/1.0"
         if encoding is not None and (encoding.strip().lower() != b"chunked" or version != "1.1"):
             return HTTPStatus.BAD_REQUEST, "transfer-encoding must be chunked, alone, and in HTTP/1.1"
-        if self.parser.should_upgrade() and (encoding is not None or int(length)):
-            # The parser takes the body for what follows the upgrade, and then for requests.
-            return HTTPStatus.BAD_REQUEST, "a request with a body must not ask for an upgrade"
         return None
+
+
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks: an answer without a length ends with its connection, which uvicorn does not offer."""
+    send, is_open_ended = cycle.send, False
+
+    async def send_plain(message: ASGISendEvent) -> None:
+        nonlocal is_open_ended
+        if message["type"] == "http.response.start":
+            is_open_ended = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = False if is_open_ended else None
+        elif message["type"] == "http.response.body" and is_open_ended:
+            cycle.expected_content_length = len(message["body"])
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]
 
 
 def _code(status: HTTPStatus) -> str:

@@ -1,5 +1,6 @@
 """Parses JSON bodies into typed structures; a fault becomes an InvalidRequest that names the field. No IO."""
 
+import codecs
 import json
 import math
 import re
@@ -24,6 +25,7 @@ _MAX_PROBLEM_LENGTH = 200
 
 def parse_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     """Raises InvalidRequest. Numbers are finite, text is valid Unicode, types are exact."""
+    body = body.removeprefix(codecs.BOM_UTF8)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
