@@ -2,21 +2,17 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Literal
 
 from common.values.config import ClusterConfig
+from deploy.cli.progress import progress
 from deploy.client import show
-from deploy.client.admin import AdminClient, AdminFailed, wait_for_sizes, wait_until_gone
+from deploy.client.admin import AdminClient, AdminFailed
+from deploy.client.waiting import wait_for_sizes, wait_until_gone, wait_until_settled
 from deploy.config.bind_checks import check_router, check_worker
 from deploy.config.settings import load_settings
 from deploy.config.variables import InvalidSettings, env_name
-
-
-def progress(who: str, what: str) -> None:
-    """One line about what is happening, for whoever waits."""
-    print(f"==> {who}: {what}", file=sys.stderr, flush=True)
 
 
 def run_up(config: ClusterConfig, *, as_json: bool) -> int:
@@ -50,44 +46,61 @@ def run_up(config: ClusterConfig, *, as_json: bool) -> int:
 def with_model(config: ClusterConfig) -> ClusterConfig:
     """The configuration with a model path that exists: the demo model when none was named."""
     from common.checkpoint import open_checkpoint
-    from common.checkpoint.demo_model import fetch_demo_model
 
     path = config.model.path
     if not path:
-        path = str(fetch_demo_model(lambda text: progress("model", text)))
+        path = str(_demo_model())
     open_checkpoint(path)  # a model that cannot be used is refused before anything is started
     model = config.model.model_copy(update={"path": str(Path(path).expanduser().resolve())})
     return config.model_copy(update={"model": model})
 
 
-def show_status(url: str, *, as_json: bool) -> int:
-    """`pdserve status`. 0 when a request would be served, 3 when not."""
+def _demo_model() -> Path:
+    from common.checkpoint.demo_model import cache_directory, fetch_demo_model
+
+    try:
+        return fetch_demo_model(lambda text: progress("model", text))
+    except (OSError, RuntimeError) as error:  # no writable cache, or not even a home
+        reason = getattr(error, "strerror", None) or str(error)
+        text = (
+            f"the demo model cannot be kept in {cache_directory()}: {reason}" if isinstance(error, OSError) else reason
+        )
+        raise InvalidSettings(f"{text}; name a directory in $PDSERVE_CACHE, or a model with --model") from error
+
+
+def show_status(url: str, *, as_json: bool, wait_s: float | None = None) -> int:
+    """`pdserve status`. 0 when a request would be served, 3 when not. `wait_s`: first wait for the pools to settle."""
     client = AdminClient(url)
+    if wait_s is not None:
+        wait_until_settled(client, wait_s, lambda text: progress("status", text))
     state, readiness = client.state(), client.readiness()
     is_ready = readiness.get("status") == "ready"
     if as_json:
         print(json.dumps({**state, "ready": is_ready, "reasons": readiness.get("reasons", [])}))
     else:
-        print(show.pools_line(state["workers"]))
+        pools = state.get("pools") or {}
+        print(show.pools_line(state["workers"], pools))
         print("\n".join(show.workers_table(state["workers"])))
-        print("\n".join([*show.loading_lines(state["loading"]), *show.controller_lines(state.get("pools") or {})]))
+        print("\n".join([*show.loading_lines(state["loading"]), *show.controller_lines(pools)]))
         print("\n".join(show.routers_table(state["routers"])))
         for reason in readiness.get("reasons", []):
             print(f"not ready: {reason}")
     return 0 if is_ready else 3
 
 
-def run_scale(url: str, sizes: dict[str, int], timeout_s: float, *, as_json: bool) -> None:
-    """`pdserve scale`: returns when the pools have the sizes."""
+def run_scale(url: str, sizes: dict[str, int], timeout_s: float, *, as_json: bool, is_waiting: bool = True) -> None:
+    """`pdserve scale`: returns when the pools have the sizes, or at once."""
     client = AdminClient(url)
     client.scale(sizes)
-    wait_for_sizes(client, sizes, timeout_s, lambda text: progress("scale", text))
-    text = ", ".join(f"{role} has {replicas}" for role, replicas in sizes.items())
-    print(json.dumps(sizes) if as_json else f"done: {text}")
+    if is_waiting:
+        wait_for_sizes(client, sizes, timeout_s, lambda text: progress("scale", text))
+    said = "has" if is_waiting else "is to have"
+    text = ", ".join(f"{role} {said} {replicas}" for role, replicas in sizes.items())
+    print(json.dumps(sizes) if as_json else f"{'done' if is_waiting else 'asked'}: {text}")
 
 
-def run_drain(url: str, worker_id: str, grace_s: float | None, timeout_s: float) -> None:
-    """`pdserve drain`: returns when this life of the worker is over."""
+def run_drain(url: str, worker_id: str, grace_s: float | None, timeout_s: float, *, is_waiting: bool = False) -> None:
+    """`pdserve drain`: returns when this life of the worker is over, or when its pool has replaced it."""
     client = AdminClient(url)
     found = [worker for worker in client.state()["workers"] if worker["worker_id"] == worker_id]
     if not found:
@@ -95,7 +108,9 @@ def run_drain(url: str, worker_id: str, grace_s: float | None, timeout_s: float)
     client.drain(worker_id, grace_s)
     progress("drain", f"{worker_id} takes no new work and finishes what it has")
     wait_until_gone(client, found[0], timeout_s)
-    print(f"done: {worker_id} is gone")
+    if is_waiting:
+        wait_until_settled(client, timeout_s, lambda text: progress("drain", text))
+    print(f"done: {worker_id} {'was replaced' if is_waiting else 'is gone'}")
 
 
 def run_router(config: ClusterConfig) -> None:

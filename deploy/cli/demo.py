@@ -4,8 +4,9 @@ import asyncio
 import socket
 import time
 
-from deploy.cli.commands import progress, with_model
+from deploy.cli.commands import with_model
 from deploy.cli.generate import Ask, print_answer
+from deploy.cli.progress import progress
 from deploy.config.settings import load_settings
 from deploy.local.cluster import LocalCluster, run_local
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, Literal
 
+from common.values.addresses import join_address
 from common.values.config import ClusterConfig
 
 Status = Literal["ok", "warning", "failed"]
@@ -56,7 +57,7 @@ def lines_of(finding: Finding) -> list[str]:
 
 def checks_for(purpose: str) -> list[Callable[[ClusterConfig], Finding]]:
     """Which checks matter to a router, a worker, or a whole cluster on this machine (`up`)."""
-    anywhere: list[Callable[[ClusterConfig], Finding]] = [python, files, processes, disk, redis]
+    anywhere: list[Callable[[ClusterConfig], Finding]] = [python, files, processes, disk, cache, redis]
     router = [router_certificates, http_port, grpc_port]
     worker = [worker_certificates, torch, operators, gpu, nccl, gloo]
     chosen = {"router": router, "worker": worker, "up": [*router, *worker, shared_memory, ray]}
@@ -90,6 +91,22 @@ def disk(config: ClusterConfig) -> Finding:
     free = shutil.disk_usage(folder).free
     fix = "free some, or name another directory in $TMPDIR"
     return Finding("disk", _enough(free, _MIN_DISK_BYTES, "failed"), f"{free / 1e9:.1f} GB free in {folder}", fix)
+
+
+def cache(config: ClusterConfig) -> Finding:
+    """Where the demo model and the compiled operators go."""
+    from common.checkpoint.demo_model import cache_directory
+
+    fix = "make it writable, or name another directory in $PDSERVE_CACHE"
+    try:
+        folder = cache_directory()
+    except RuntimeError as error:
+        return Finding("cache", "warning", str(error), "name a directory in $PDSERVE_CACHE")
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    is_writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    return Finding(
+        "cache", "ok" if is_writable else "warning", f"{folder}{'' if is_writable else ': not writable'}", fix
+    )
 
 
 def redis(config: ClusterConfig) -> Finding:
@@ -168,9 +185,40 @@ def _port(name: str, host: str, port: int, flag: str) -> Finding:
     try:
         bind(host, port, flag).close()
     except PortInUse as error:
-        fix = f"end what uses {host}:{port}, or choose another with {flag}"
+        address = join_address(host, port)
+        if _is_ours(address):
+            return Finding(name, "warning", f"pdserve has {address}", f"end it, or choose another port with {flag}")
+        fix = f"end what uses {address}, or choose another with {flag}"
         return Finding(name, "failed", str(error.__cause__), fix)
-    return Finding(name, "ok", f"{host}:{port} is free")
+    return Finding(name, "ok", f"{join_address(host, port)} is free")
+
+
+def _is_ours(address: str) -> bool:
+    """A router of pdserve answers there: over HTTP, or over gRPC by the name of its service."""
+    from deploy.client.addresses import listener_at
+    from deploy.client.admin import AdminClient, AdminFailed
+
+    if listener_at(address, 0) == "gRPC":
+        return _has_our_service(address)
+    try:
+        return "status" in AdminClient(address).readiness()
+    except AdminFailed:
+        return False
+
+
+def _has_our_service(address: str) -> bool:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from common.wire.grpc_options import channel_options
+
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        request = health_pb2.HealthCheckRequest(service="pdserve.v1.GenerationService")
+        try:
+            health_pb2_grpc.HealthStub(channel).Check(request, timeout=_REDIS_TIMEOUT_S)
+        except grpc.RpcError:
+            return False
+    return True
 
 
 # ---- a worker ---------------------------------------------------------------------------------------
@@ -253,7 +301,7 @@ def ray(config: ClusterConfig) -> Finding:
 
 def _package(name: str, minimum: tuple[int, int]) -> Finding:
     wanted = ".".join(map(str, minimum))
-    fix = f"pip install 'pdserve[worker]' ({name} {wanted} or newer)"
+    fix = f"in a checkout: pip install -c constraints.txt '.[worker]' ({name} {wanted} or newer)"
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:

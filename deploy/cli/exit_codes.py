@@ -15,6 +15,7 @@ _CODES = {
     ("router.front.ports", "PortInUse"): _FAILED,
     ("router.tenants.key_file", "InvalidKeyFile"): _USAGE,
     ("common.checkpoint.spec", "CheckpointError"): _FAILED,
+    ("deploy.client.addresses", "InvalidAddress"): _USAGE,
     ("common.values.errors", "PdserveError"): _FAILED,
 }
 

@@ -5,16 +5,30 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deploy.cli.waterfall import Waterfall, render
-from deploy.client.admin import AdminClient
+from deploy.client.admin import AdminClient, AdminFailed
 from deploy.client.show import table
 
 _DECISION = ("at", "role", "worker", "cost", "load", "cached", "")
 
 
-def explain_request(url: str, request_id: str, *, as_json: bool) -> None:
-    """Print it. Raises AdminFailed when the router does not know the request."""
-    record = AdminClient(url).record(request_id)
+def explain_request(url: str, beginning: str, *, as_json: bool) -> None:
+    """Print it; without a beginning of an id, the newest. Raises AdminFailed: the router knows none, or several."""
+    record = find_record(AdminClient(url), beginning)
     print(json.dumps(record) if as_json else "\n".join(lines_of(record)))
+
+
+def find_record(client: AdminClient, beginning: str) -> Mapping[str, Any]:
+    """The request with that id, or the only one that begins so among the newest."""
+    found = [record for record in client.records() if str(record["request_id"]).startswith(beginning)]
+    if not beginning and found:
+        return found[0]
+    if len(found) == 1:
+        return found[0]
+    if len(found) > 1 and all(record["request_id"] != beginning for record in found):
+        raise AdminFailed(f"{len(found)} requests begin with {beginning!r}: give more of the id")
+    if not beginning:
+        raise AdminFailed("the router remembers no request yet")
+    return client.record(beginning)
 
 
 def lines_of(record: Mapping[str, Any]) -> Iterator[str]:

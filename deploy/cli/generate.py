@@ -13,10 +13,12 @@ from common.wire.grpc_options import channel_options
 from common.wire.pb import generation_pb2 as pb
 from common.wire.pb import generation_pb2_grpc
 from deploy.cli.waterfall import Waterfall, render
+from deploy.client.addresses import grpc_address, mistaken_server
 from deploy.client.credentials import API_KEY_VARIABLE, api_key_of_environment
 from deploy.client.tls import CA_VARIABLE, ca_file
 
-_TLS_SCHEME = "https://"
+# gRPC's words when there is no connection; a router's own UNAVAILABLE says what is missing.
+_NO_CONNECTION = ("connect", "resol", "Socket closed", "GOAWAY", "handshake", "end of TCP stream", "protocol")
 
 
 class GenerateFailed(Exception):
@@ -57,6 +59,7 @@ class Ask:
 class Answer:
     """All that came back."""
 
+    request_id: str = ""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     accepted: pb.Accepted = field(default_factory=pb.Accepted)
@@ -83,6 +86,7 @@ class Answer:
         waterfall, usage = self.waterfall(), self.finished.usage
         names = [name for name in Waterfall.__slots__ if name.endswith("_s")]
         return {
+            "request_id": self.request_id,
             "text": self.text,
             "token_ids": self.token_ids,
             "finish_reason": pb.FinishReason.Name(self.finished.reason).removeprefix("FINISH_REASON_").lower(),
@@ -101,13 +105,14 @@ class Answer:
 def ask(server: str, question: Ask, on_text: Callable[[str], None], timeout_s: float | None = None) -> Answer:
     """Run one request; `on_text` gets the text piece by piece. Raises GenerateFailed."""
     answer = Answer()
-    with _channel(server) as channel:
+    address, is_tls = grpc_address(server)
+    with _channel(address, is_tls=is_tls) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             for response in stub.Generate(question.request(), timeout=timeout_s, metadata=_metadata()):
                 _take(answer, response, on_text)
         except grpc.RpcError as error:
-            raise GenerateFailed(_explain(server, error)) from error
+            raise GenerateFailed(_explain(address, error, is_tls=is_tls)) from error
     return answer
 
 
@@ -124,18 +129,19 @@ def print_answer(server: str, question: Ask, *, as_json: bool, timeout_s: float 
         f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), answer {usage.completion_tokens}; "
         f"prefill on {answer.accepted.prefill_worker_id or 'nobody'}, decode on {answer.accepted.decode_worker_id}"
     )
+    print(f"more: pdserve explain {answer.request_id}")
 
 
-def _channel(server: str) -> grpc.Channel:
-    """`https://HOST:PORT` means TLS; the CA is that of the environment, or one of the machine's."""
-    if not server.startswith(_TLS_SCHEME):
-        return grpc.insecure_channel(server, options=channel_options())
+def _channel(address: str, *, is_tls: bool) -> grpc.Channel:
+    """The CA is that of the environment, or one of the machine's."""
+    if not is_tls:
+        return grpc.insecure_channel(address, options=channel_options())
     path = ca_file()
     try:
         credentials = grpc.ssl_channel_credentials(Path(path).read_bytes() if path else None)
     except OSError as error:
         raise GenerateFailed(f"{path} (from {CA_VARIABLE}): {error.strerror}") from error
-    return grpc.secure_channel(server.removeprefix(_TLS_SCHEME), credentials, options=channel_options())
+    return grpc.secure_channel(address, credentials, options=channel_options())
 
 
 def _metadata() -> tuple[tuple[str, str], ...]:
@@ -145,6 +151,7 @@ def _metadata() -> tuple[tuple[str, str], ...]:
 
 
 def _take(answer: Answer, response: pb.GenerateResponse, on_text: Callable[[str], None]) -> None:
+    answer.request_id = response.request_id
     match response.WhichOneof("event"):
         case "accepted":
             answer.accepted = response.accepted
@@ -170,12 +177,10 @@ def _seconds(duration: Any) -> float:
     return float(duration.seconds) + float(duration.nanos) * 1e-9
 
 
-def _explain(server: str, error: grpc.RpcError) -> str:
-    code, details = error.code(), error.details()
-    if code is grpc.StatusCode.UNAVAILABLE and "connect" in (details or ""):
-        return (
-            f"nothing answers at {server}: is pdserve up running? (--server or $PDSERVE_SERVER names another address)"
-        )
+def _explain(address: str, error: grpc.RpcError, *, is_tls: bool) -> str:
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE and any(word in details for word in _NO_CONNECTION):
+        return mistaken_server(address, is_tls=is_tls)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return f"{details} (pdserve generate takes the key from ${API_KEY_VARIABLE})"
     return f"{code.name}: {details}"

@@ -44,9 +44,17 @@ def run_new(tenant: str, file: Path | None) -> None:
     print(key)
 
 
-def run_list(file: Path) -> None:
-    """`pdserve keys list`: tenants, and enough of each hash to find it again."""
-    for name, settings in _parsed(file, file.read_bytes()).tenants.items():
+def run_list(file: Path, tenant: str = "") -> None:
+    """`pdserve keys list`: tenants, or one of them, and enough of each hash to find it again."""
+    try:
+        tenants = _parsed(file, file.read_bytes()).tenants
+    except OSError as error:
+        raise InvalidSettings(f"{file}: {error.strerror}") from error
+    if tenant and tenant not in tenants:
+        raise InvalidSettings(f"{file}: no tenant {tenant!r} is there")
+    for name, settings in tenants.items():
+        if tenant not in ("", name):
+            continue
         print(f"{name}: {len(settings.keys)} keys")
         for line in settings.keys:
             print(f"  {line[: len(HASH_PREFIX) + 12]}...")

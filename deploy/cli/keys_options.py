@@ -20,8 +20,11 @@ def keys_new(
 
 
 @app.command("list")
-def keys_list(file: Annotated[Path, typer.Argument(help="A file of keys.")]) -> None:
+def keys_list(
+    file: Annotated[Path, typer.Option(help="The file of keys.")],
+    tenant: Annotated[str, typer.Option(help="Only this tenant's.")] = "",
+) -> None:
     """Check a file of keys; print its tenants and the beginnings of their hashes."""
     from deploy.cli.keys import run_list
 
-    run_list(file)
+    run_list(file, tenant)

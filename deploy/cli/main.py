@@ -12,8 +12,6 @@ import typer
 
 from deploy.cli.keys_options import app as keys_app
 from deploy.cli.options import (
-    DEFAULT_SERVER,
-    DEFAULT_URL,
     AsJson,
     Attention,
     Autoscale,
@@ -25,6 +23,7 @@ from deploy.cli.options import (
     KVCacheDtype,
     LocalPrefill,
     Model,
+    OwnRedisUrl,
     Purpose,
     Quantization,
     RedisUrl,
@@ -34,7 +33,9 @@ from deploy.cli.options import (
     Tls,
     Traces,
     Url,
+    Wait,
 )
+from deploy.client.show import DEFAULT_SERVER, DEFAULT_URL
 from deploy.load.options import bench
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNHEALTHY = 0, 1, 2, 3
@@ -80,14 +81,17 @@ def up(
     kv_cache_dtype: Annotated[KVCacheDtype | None, typer.Option(help="KV cache in fewer bits.")] = None,
     local_prefill_max_tokens: LocalPrefill = None,
     autoscale: Autoscale = None,
-    redis_url: RedisUrl = None,
+    redis_url: OwnRedisUrl = None,
     otlp_traces_endpoint: Traces = None,
     tls: Tls = None,
     insecure: Insecure = None,
     config: ConfigFile = None,
     json: AsJson = False,
 ) -> None:
-    """Run a whole cluster on this machine until Ctrl-C, SIGTERM, or the end of the parent process."""
+    """Run a whole cluster on this machine, until Ctrl-C.
+
+    Or until SIGTERM, or until the process that started it ends.
+    """
     from deploy.cli.commands import run_up
     from deploy.config.settings import load_settings, tls_flags
 
@@ -113,7 +117,10 @@ def up(
 
 @app.command()
 def demo() -> None:
-    """Fetch a small model, start a cluster, ask it a question, show where the time went, stop."""
+    """Start a cluster with a small model, ask it, stop it.
+
+    Shows the answer and where the time went.
+    """
     from deploy.cli.demo import run_demo
 
     raise typer.Exit(run_demo())
@@ -123,17 +130,20 @@ def demo() -> None:
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt, or the user's message with --chat.")],
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
-    max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
-    top_k: Annotated[int | None, typer.Option(min=-1)] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; default: what the model allows.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 = the likeliest token each time.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest so much.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=-1, help="Sample among so many tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     timeout: Annotated[float | None, typer.Option(min=0.0, help="Deadline in seconds.")] = None,
     server: Server = DEFAULT_SERVER,
     json: AsJson = False,
 ) -> None:
-    """Ask the cluster over gRPC; prints the text as it comes, then where the time went."""
+    """Ask over gRPC; then show where the time went."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is loaded: errors are said in our own words
     from deploy.cli.generate import Ask, print_answer
 
     question = Ask(prompt, chat, max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
@@ -141,16 +151,19 @@ def generate(
 
 
 @app.command()
-def status(url: Url = DEFAULT_URL, json: AsJson = False) -> None:
+def status(url: Url = DEFAULT_URL, wait: Wait = False, timeout: Seconds = 600.0, json: AsJson = False) -> None:
     """Show pools, workers, queues and KV blocks. Exit code 3 when a request would find no pair of workers."""
     from deploy.cli.commands import show_status
 
-    raise typer.Exit(show_status(url, as_json=json))
+    raise typer.Exit(show_status(url, as_json=json, wait_s=timeout if wait else None))
 
 
 @app.command()
 def audit(url: Url = DEFAULT_URL, tls: Tls = None, config: ConfigFile = None, json: AsJson = False) -> None:
-    """Ask every worker who holds its KV blocks and for how long. Exit code 1 when a pool does not add up."""
+    """Ask every worker who holds its KV blocks, for how long.
+
+    Exit code 1 when a pool does not add up.
+    """
     from common.tls.identity import Component, Identity
     from deploy.cli.audit import run_audit
     from deploy.config.settings import load_settings, tls_flags
@@ -166,7 +179,10 @@ def certs(
     host: Annotated[list[str] | None, typer.Option(help="Name or address of a router for clients; repeatable.")] = None,
     config: ConfigFile = None,
 ) -> None:
-    """Make a CA and a certificate for each component, for development; --tls DIRECTORY then uses them."""
+    """Make a CA and a certificate for each component.
+
+    For development; --tls DIRECTORY then uses them.
+    """
     from deploy.cli.certs import make_certs
     from deploy.config.settings import load_settings
 
@@ -182,16 +198,19 @@ def scale(
     prefill: Annotated[int | None, typer.Option(min=0, max=1024, help="The same as prefill=N.")] = None,
     decode: Annotated[int | None, typer.Option(min=0, max=1024, help="The same as decode=N.")] = None,
     url: Url = DEFAULT_URL,
-    timeout: Seconds = 120.0,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Until the pools have their sizes.")] = True,
+    timeout: Seconds = 600.0,
     json: AsJson = False,
 ) -> None:
-    """Change the size of the pools; returns when they have it. Workers that leave finish what they have.
+    """Change the size of the pools.
+
+    Workers that leave finish what they have.
 
     What one pool has too many and the other lacks changes its role: its weights stay loaded.
     """
     from deploy.cli.commands import run_scale
 
-    run_scale(url, _sizes(sizes or [], prefill, decode), timeout, as_json=json)
+    run_scale(url, _sizes(sizes or [], prefill, decode), timeout, as_json=json, is_waiting=wait)
 
 
 @app.command()
@@ -199,23 +218,51 @@ def drain(
     worker: Annotated[str, typer.Argument(help="A worker's id, as pdserve status shows it.")],
     grace: Annotated[float | None, typer.Option(min=0.0, help="Seconds that it may finish what it has.")] = None,
     url: Url = DEFAULT_URL,
-    timeout: Seconds = 120.0,
+    wait: Wait = False,
+    timeout: Seconds = 600.0,
 ) -> None:
-    """Let a worker finish what it has and end; returns when it is gone. Its pool then replaces it."""
+    """Let a worker finish what it has and end.
+
+    Returns when it is gone; its pool then replaces it, and --wait waits for that, too.
+    """
     from deploy.cli.commands import run_drain
 
-    run_drain(url, worker, grace, timeout)
+    run_drain(url, worker, grace, timeout, is_waiting=wait)
+
+
+@app.command()
+def roll(
+    role: Annotated[list[Role] | None, typer.Option(help="Only this pool; may be repeated.")] = None,
+    release: Annotated[str, typer.Option(help="Release of the chart: replace the workers' pods.")] = "",
+    namespace: Annotated[str, typer.Option(help="Kubernetes namespace of the release.")] = "default",
+    url: Url = DEFAULT_URL,
+    timeout: Seconds = 600.0,
+) -> None:
+    """Replace all workers, one by one, while serving.
+
+    Each one finishes what it has; the next follows when its pool has its size again. With --release, pods are deleted
+    through kubectl, so that the new ones have the image and the settings of the release as it is now.
+    """
+    from deploy.cli.roll import pod_remover, run_roll
+
+    run_roll(url, [each.value for each in role or Role], timeout, pod_remover(release, namespace) if release else None)
 
 
 @app.command()
 def explain(
-    request_id: Annotated[str, typer.Argument(help="The id of an answer, as a client got it.")],
+    request_id: Annotated[str, typer.Argument(help="Id of an answer, or its beginning.", show_default=False)] = "",
+    last: Annotated[bool, typer.Option("--last", help="The newest request instead.")] = False,
     url: Url = DEFAULT_URL,
     json: AsJson = False,
 ) -> None:
-    """Show one request: where its time went, how it was routed and why, what was tried."""
+    """Show where one request's time went, and how it was routed.
+
+    With the costs of each worker that it could have gone to, and what was tried.
+    """
     from deploy.cli.explain import explain_request
 
+    if bool(request_id) == last:
+        raise typer.BadParameter("give the id of a request, or --last")
     explain_request(url, request_id, as_json=json)
 
 
@@ -225,7 +272,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Watch the cluster: latencies, pools, KV blocks, transfers, requests. Ctrl-C ends."""
+    """Watch latencies, pools, KV blocks, requests. Ctrl-C ends."""
     from deploy.cli.top import watch
 
     watch(url, once=once, as_json=json)
@@ -237,7 +284,10 @@ def doctor(
     config: ConfigFile = None,
     json: AsJson = False,
 ) -> None:
-    """Check this machine, with a fix for each thing that is wrong. Exit code 3 when something needed is missing."""
+    """Check this machine, with a fix for what is wrong.
+
+    Exit code 3 when something needed is missing.
+    """
     from deploy.cli.doctor import diagnose
     from deploy.config.settings import load_settings
 
@@ -257,7 +307,10 @@ def router(
     insecure: Insecure = None,
     config: ConfigFile = None,
 ) -> None:
-    """Run one router: both APIs. Workers, and the other routers of the cluster, are found in Redis."""
+    """Run one router: both APIs.
+
+    Workers, and the other routers of the cluster, are found in Redis.
+    """
     from deploy.cli.commands import run_router
     from deploy.config.settings import load_settings, tls_flags
 
@@ -313,7 +366,10 @@ def deploy(
     redis_url: RedisUrl = None,
     config: ConfigFile = None,
 ) -> None:
-    """Keep both pools on an existing Ray cluster. Workers outlive this command; --down ends them."""
+    """Keep both pools on an existing Ray cluster.
+
+    Workers outlive this command; --down ends them.
+    """
     from deploy.cli.commands import run_deploy
     from deploy.config.settings import load_settings
 
@@ -328,7 +384,7 @@ def deploy(
 
 @app.command("fetch-model")
 def fetch_model() -> None:
-    """Fetch the demo model into the cache and print where it is."""
+    """Fetch the demo model and print where it is."""
     from common.checkpoint.demo_model import fetch_demo_model
 
     print(fetch_demo_model(lambda text: print(text, file=sys.stderr)))

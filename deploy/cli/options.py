@@ -46,7 +46,9 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file of settings; pdserve config show names them.")
 ]
 Model = Annotated[str | None, typer.Option(help="Hugging Face directory or GGUF file; default: the demo model.")]
-RedisUrl = Annotated[str | None, typer.Option(help="Redis to use; default: one of our own.", show_default=False)]
+RedisUrl = Annotated[str | None, typer.Option(help="Redis of the cluster.", show_default=False)]
+OwnRedisUrl = Annotated[str | None, typer.Option(help="Redis to use; default: one of our own.", show_default=False)]
+Wait = Annotated[bool, typer.Option("--wait", help="Until the pools have their sizes again.")]
 HttpPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the HTTP API (8000).")]
 GrpcPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the gRPC API (50051).")]
 LocalPrefill = Annotated[
@@ -66,6 +68,3 @@ Server = Annotated[str, typer.Option(envvar="PDSERVE_SERVER", help="gRPC address
 Url = Annotated[str, typer.Option(envvar="PDSERVE_URL", help="HTTP address of a router.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Seconds = Annotated[float, typer.Option(min=0.0, help="How long to wait, in seconds.")]
-
-DEFAULT_SERVER = "127.0.0.1:50051"
-DEFAULT_URL = "http://127.0.0.1:8000"

@@ -19,6 +19,7 @@ _STATES = {"ready": "green", "loading": "yellow", "draining": "yellow", "unhealt
 _STATUSES = {"finished": "green", "running": "blue", "failed": "red"}
 _NUM_REQUESTS = 12
 _NUM_TRANSFERS = 8
+_WIDE, _WIDE_COLUMNS = 96, ("cached",)  # columns that a narrower terminal has no room for
 _REQUEST_COLUMNS = (
     ("status", 8), ("prompt", 6), ("cached", 6), ("output", 6), ("TTFT", 8), ("total", 8), ("prefill → decode", 20),
 )  # fmt: skip
@@ -35,14 +36,14 @@ def watch(url: str, *, once: bool, as_json: bool) -> None:
         return
     console = Console()
     if once:
-        console.print(screen(first))
+        console.print(screen(first, console.width))
         return
-    with Live(screen(first), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    with Live(screen(first, console.width), console=console, screen=console.is_terminal, auto_refresh=False) as live:
         for snapshot in snapshots:
-            live.update(screen(snapshot), refresh=True)
+            live.update(screen(snapshot, console.width), refresh=True)
 
 
-def screen(snapshot: Mapping[str, Any]) -> RenderableType:
+def screen(snapshot: Mapping[str, Any], width: int = _WIDE) -> RenderableType:
     """Everything, top to bottom by how often it is looked at."""
     state, recent = snapshot["state"], snapshot["recent"]
     plans = snapshot["pools"] or {}
@@ -52,7 +53,7 @@ def screen(snapshot: Mapping[str, Any]) -> RenderableType:
         parts.insert(1, _routers(snapshot))
     if recent["transfers"]:
         parts.append(_transfers(recent["transfers"]))
-    return Group(*parts, _requests(snapshot["requests"]))
+    return Group(*parts, _requests(snapshot["requests"], width))
 
 
 def _head(snapshot: Mapping[str, Any]) -> Text:
@@ -109,7 +110,8 @@ def _pool(snapshot: Mapping[str, Any], role: str, plan: Mapping[str, Any] | None
     wanted = f" of {plan['desired']} wanted{_coming(plan)}" if plan else ""
     title = f"{role}: {ready} ready{wanted}, {waiting} tokens wait"
     note = (plan.get("autoscale") or {}).get("reason", "") if plan else ""
-    shown = grid if grid.row_count else Text("no worker", "red")
+    is_coming = plan is not None and plan.get("starting", 0) > 0
+    shown = grid if grid.row_count else Text("starting" if is_coming else "no worker", "yellow" if is_coming else "red")
     return Panel(shown, title=title, title_align="left", subtitle=Text(note), subtitle_align="left")
 
 
@@ -139,22 +141,33 @@ def _transfers(transfers: Sequence[Mapping[str, Any]]) -> Panel:
     return Panel(grid, title="KV transfers", title_align="left")
 
 
-def _requests(requests: Sequence[Mapping[str, Any]]) -> Table:
+def _requests(requests: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """Where there is no room, ids are cut to a beginning that `pdserve explain` takes."""
+    columns = [column for column in _REQUEST_COLUMNS if width >= _WIDE or column[0] not in _WIDE_COLUMNS]
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bright_black", expand=True)
-    table.add_column("request", ratio=1, no_wrap=True, min_width=8)
-    for name, width in _REQUEST_COLUMNS:
+    table.add_column("request", ratio=1, no_wrap=True, overflow="crop", min_width=8)
+    for name, column_width in columns:
         is_text = name in ("status", "prefill → decode")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True, width=width)
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True, width=column_width)
     for request in requests[:_NUM_REQUESTS]:
-        status = Text(str(request["error"] or request["status"]), _STATUSES.get(request["status"], ""))
-        total_s = request["age_s"] if request["status"] == "running" else request["wall_s"]
-        numbers = [str(request[f"num_{name}_tokens"]) for name in ("prompt", "cached", "completion")]
-        first = _ms(request["time_to_first_token_s"]) if request["num_completion_tokens"] else "-"
-        prefill = "local" if request["is_local"] else request["prefill_worker"] or "-"
-        where = Text(f"{prefill} → {request['decode_worker'] or '-'}")
+        cells = _cells(request)
         # As Text: an id from outside is no markup.
-        table.add_row(Text(request["request_id"]), status, *numbers, first, _ms(total_s), where)
+        table.add_row(Text(request["request_id"]), *(cells[name] for name, _ in columns))
     return table
+
+
+def _cells(request: Mapping[str, Any]) -> dict[str, Text | str]:
+    total_s = request["age_s"] if request["status"] == "running" else request["wall_s"]
+    prefill = "local" if request["is_local"] else request["prefill_worker"] or "-"
+    return {
+        "status": Text(str(request["error"] or request["status"]), _STATUSES.get(request["status"], "")),
+        "prompt": str(request["num_prompt_tokens"]),
+        "cached": str(request["num_cached_tokens"]),
+        "output": str(request["num_completion_tokens"]),
+        "TTFT": _ms(request["time_to_first_token_s"]) if request["num_completion_tokens"] else "-",
+        "total": _ms(total_s),
+        "prefill → decode": Text(f"{prefill} → {request['decode_worker'] or '-'}"),
+    }
 
 
 def _ms(seconds: float | None) -> str:

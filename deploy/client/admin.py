@@ -1,19 +1,19 @@
 """Talks to a router's administration API, for commands that look at a cluster or change it. Standard library only."""
 
+import http.client
 import json
 import ssl
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deploy.client.addresses import mistaken_url, router_url
 from deploy.client.credentials import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, admin_key_of_environment
 from deploy.client.tls import CA_VARIABLE, open_directly
 
 TIMEOUT_S = 10.0
-_POLL_INTERVAL_S = 0.2
 
 
 class AdminFailed(Exception):
@@ -31,7 +31,7 @@ class AdminClient:
     """
 
     def __init__(self, url: str, key: str | None = None, cert_file: str = "") -> None:
-        self._url = url.rstrip("/")
+        self._url = router_url(url)
         self._cert_file = cert_file
         self._key = admin_key_of_environment() if key is None else key
 
@@ -45,6 +45,11 @@ class AdminClient:
         record: dict[str, Any] = self._call("GET", f"/admin/v1/requests/{urllib.parse.quote(request_id, safe='')}")
         return record
 
+    def records(self) -> list[dict[str, Any]]:
+        """The newest requests that the router remembers, newest first."""
+        records: list[dict[str, Any]] = self._call("GET", "/admin/v1/requests")["requests"]
+        return records
+
     def snapshots(self) -> Iterator[dict[str, Any]]:
         """What the router knows, twice a second until the caller leaves. Raises AdminFailed when it goes away."""
         request = urllib.request.Request(f"{self._url}/admin/v1/events", headers=self._headers())
@@ -55,7 +60,7 @@ class AdminClient:
                         yield json.loads(line[6:])
         except urllib.error.HTTPError as error:
             raise AdminFailed(_message(error.code, error.read())) from error
-        except OSError as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._no_answer(error) from error
         raise AdminFailed(f"the router at {self._url} has closed the stream")
 
@@ -86,7 +91,7 @@ class AdminClient:
             if error.code in ok:
                 return json.loads(content)
             raise AdminFailed(_message(error.code, content)) from error
-        except (urllib.error.URLError, OSError, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._no_answer(error) from error
 
     def _open(self, request: urllib.request.Request) -> Any:
@@ -100,51 +105,7 @@ class AdminClient:
         if isinstance(reason, ssl.SSLCertVerificationError):
             text = f"the certificate of {self._url} is not trusted ({reason.verify_message}): put its CA into"
             return AdminFailed(f"{text} ${CA_VARIABLE}")
-        return AdminFailed(
-            f"nothing answers at {self._url}: is pdserve up running? (--url or $PDSERVE_URL names another address)"
-        )
-
-
-def wait_for_sizes(
-    client: AdminClient, sizes: Mapping[str, int], timeout_s: float, report: Callable[[str], None]
-) -> None:
-    """Return when each pool has exactly so many workers, all of them ready. Raises Unhealthy after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    said = ""
-    while True:
-        state = client.state()
-        now = _count(state["workers"], sizes)
-        if all(now[role] == (replicas, replicas) for role, replicas in sizes.items()):
-            return
-        parts = [f"{role} {ready} ready of {sizes[role]}" for role, (ready, _) in now.items()]
-        text = ", ".join([*parts, *changes(state.get("pools") or {})])
-        if text != said:
-            report(text)
-            said = text
-        if time.monotonic() > deadline_s:
-            raise Unhealthy(f"after {timeout_s:.0f} s: {text}")
-        time.sleep(_POLL_INTERVAL_S)
-
-
-def wait_until_gone(client: AdminClient, worker: Mapping[str, Any], timeout_s: float) -> None:
-    """Return when the router no longer sees this life of the worker. Raises Unhealthy after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while any(other["incarnation"] == worker["incarnation"] for other in client.state()["workers"]):
-        if time.monotonic() > deadline_s:
-            raise Unhealthy(f"{worker['worker_id']} is still draining after {timeout_s:.0f} s")
-        time.sleep(_POLL_INTERVAL_S)
-
-
-def changes(pools: Mapping[str, Any]) -> list[str]:
-    """Workers on their way from one pool to the other."""
-    moving = [change for pool in pools.values() for change in pool.get("changing", ())]
-    return [f"{change['from_worker_id']} changes to {change['worker_id']}" for change in moving]
-
-
-def _count(workers: list[dict[str, Any]], sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Per role: how many are ready, how many there are in all."""
-    members = {role: [worker for worker in workers if worker["role"] == role] for role in sizes}
-    return {role: (sum(worker["state"] == "ready" for worker in found), len(found)) for role, found in members.items()}
+        return AdminFailed(mistaken_url(self._url))
 
 
 def _message(status: int, content: bytes) -> str:

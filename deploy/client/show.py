@@ -19,6 +19,10 @@ _COLUMNS = (
 )
 
 _NUM_CHANGES = 3
+DEFAULT_SERVER = "127.0.0.1:50051"
+DEFAULT_URL = "http://127.0.0.1:8000"
+# Longer than what a decode worker prefills itself, as a shell writes it.
+_QUESTION, _NUMBERS = "Which number is missing", "$(seq -s ' ' 2 100)"
 
 
 def table(rows: Sequence[Sequence[object]]) -> list[str]:
@@ -70,13 +74,15 @@ def loading_text(worker: Mapping[str, Any]) -> str:
     return f"{worker['phase']}, {worker['share'] * 100:.0f} %" if worker["share"] else str(worker["phase"])
 
 
-def pools_line(workers: Sequence[Mapping[str, Any]]) -> str:
-    """`prefill: 2 ready; decode: 1 ready, 1 draining`."""
+def pools_line(workers: Sequence[Mapping[str, Any]], pools: Mapping[str, Any]) -> str:
+    """`prefill: 2 ready of 2; decode: 1 ready, 1 starting of 2`. `pools`: the controller's, if there is one."""
     parts = []
     for role in ("prefill", "decode"):
         states = [str(worker["state"]) for worker in workers if worker["role"] == role]
+        states += ["starting"] * pools.get(role, {}).get("starting", 0)
         counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states, key=_state_order))]
-        parts.append(f"{role}: {', '.join(counts) or 'none'}")
+        wanted = f" of {pools[role]['desired']}" if role in pools else ""
+        parts.append(f"{role}: {', '.join(counts) or 'none'}{wanted}")
     return "; ".join(parts)
 
 
@@ -101,16 +107,24 @@ def controller_lines(pools: Mapping[str, Any]) -> list[str]:
 
 
 def endpoints(http_url: str, grpc_address: str, model: str) -> list[str]:
-    """Where to ask, and a command that does."""
+    """Where to ask, commands that do, with a prompt that is long enough to go to a prefill worker, and what is next."""
+    url, server = _option("--url", http_url, DEFAULT_URL), _option("--server", grpc_address, DEFAULT_SERVER)
     return [
         f"HTTP  {http_url}/v1  (OpenAI)",
         f"gRPC  {grpc_address}  (pdserve.v1.GenerationService)",
         "",
         f"  curl -N {http_url}/v1/chat/completions -H 'content-type: application/json' \\",
         f'    -d \'{{"model": "{model}", "stream": true, "max_tokens": 64,',
-        '         "messages": [{"role": "user", "content": "What is the capital of France?"}]}\'',
-        f"  pdserve generate --chat 'What is the capital of France?' --server {grpc_address}",
+        f'''         "messages": [{{"role": "user", "content": "{_QUESTION}: '"{_NUMBERS}"'"}}]}}\'''',
+        f'  pdserve generate --chat "{_QUESTION}: {_NUMBERS}"{server}',
+        f"  pdserve explain --last{url}   (then: pdserve status, top, scale decode=2, drain decode-0)",
+        "",
+        f"page  {http_url}/ui/",
     ]
+
+
+def _option(flag: str, value: str, default: str) -> str:
+    return "" if value == default else f" {flag} {value}"
 
 
 def _state_order(state: str) -> int:

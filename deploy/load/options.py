@@ -23,7 +23,9 @@ def bench(
         str, typer.Option(envvar="PDSERVE_URL", help="Server, with or without /v1.")
     ] = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option(help="Default: the first that the server names.")] = "",
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True)] = "",
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="Better in the variable: a command line is not private.")
+    ] = "",
     chat: Annotated[bool, typer.Option("--chat", help="Ask /v1/chat/completions, in words.")] = False,
     dataset: Annotated[Dataset, typer.Option(help="What the prompts are like.")] = Dataset.RANDOM,
     trace: Annotated[Path | None, typer.Option(help="File of a mooncake or azure trace.")] = None,
@@ -39,14 +41,17 @@ def bench(
     max_concurrency: Annotated[int, typer.Option(min=1, help="Open requests; who waits for a place is late.")] = 1000,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds until a request has failed.")] = 600.0,
     ignore_eos: Annotated[bool, typer.Option(help="Answers of exactly the length (vLLM, pdserve).")] = True,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = the likeliest token each time.")] = 0.0,
     goodput: Annotated[list[str] | None, typer.Option(help="ttft:MS, tpot:MS or e2el:MS; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
     result: Annotated[Path | None, typer.Option(help="Write everything as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write an SVG picture.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Load a server of OpenAI's API, ours or another, and measure it. Latencies count from the planned time."""
+    """Load a server of OpenAI's API, and measure it.
+
+    Ours or another. Latencies count from the planned time.
+    """
     from deploy.load.bench import BenchOptions, goal_of, run_bench
     from deploy.load.plan import Shape
 

@@ -8,31 +8,36 @@ Everything is started from the main thread: the kernel ends a child when the thr
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.cluster.pools import PoolStore
 from common.values.addresses import join_address
 from common.values.config import ClusterConfig
-from deploy.client.admin import AdminClient
+from deploy.client.admin import AdminClient, AdminFailed
 from deploy.client.credentials import admin_key_of, with_admin_key
 from deploy.client.loading_watch import watch_loading
 from deploy.local.redis_server import RedisServer, resolve_redis
 from deploy.local.router_process import RouterProcess, router_settings
 from deploy.process.child import StartFailed, hide_secrets
 from deploy.process.session import session
-from deploy.process.stopping import StopRequest, first_result, stop_request
-from deploy.ray.local import local_ray
+from deploy.process.stopping import Interrupted, StopRequest, first_result, interruptible, stop_request
+from deploy.ray.local import local_ray, log_dir
 from deploy.ray.placement import LocalPlacement
 from deploy.ray.pools import RayPools
 from deploy.scaling.autoscale_loop import AutoscaleLoop
+from deploy.scaling.pool_members import PoolStatus
 
 _POLL_INTERVAL_S = 0.2
 _MAX_START_CRASHES = 2
 _KILL_LIMIT_S = 10.0
+# A cluster that has all its workers and is not ready for so long is waiting for something else.
+STILL_S = 3.0
 _REDIS_PAUSE_S = 5.0
 
 # What is happening, for whoever waits: (who, what).
@@ -81,6 +86,15 @@ def run_local(config: ClusterConfig, report: Report, use: Use) -> int:
     config = with_admin_key(config)
     hide_secrets()
     check_ports(config)
+    try:
+        with interruptible():
+            return _run_services(config, report, use, parent_pid)
+    except Interrupted as signal:
+        report("pdserve", f"stopped ({signal}) while starting")
+        return 0
+
+
+def _run_services(config: ClusterConfig, report: Report, use: Use, parent_pid: int) -> int:
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(session())
         report("pdserve", f"logs are below {opened.runtime_dir} while it runs")
@@ -95,7 +109,7 @@ def run_local(config: ClusterConfig, report: Report, use: Use) -> int:
         report("ray", "starting (some seconds)")
         stack.enter_context(local_ray(opened.runtime_dir))
         report("ray", "ready")
-        return asyncio.run(_run(_Services(config, redis, routers), report, use, parent_pid))
+        return asyncio.run(_run(_Services(config, redis, routers, opened.runtime_dir), report, use, parent_pid))
 
 
 def _start_router(config: ClusterConfig, idx: int, runtime_dir: Path, report: Report) -> RouterProcess:
@@ -140,6 +154,7 @@ class _Services:
     config: ClusterConfig
     redis: RedisServer
     routers: list[RouterProcess]
+    runtime_dir: Path
 
 
 async def _run(services: _Services, report: Report, use: Use, parent_pid: int) -> int:
@@ -154,7 +169,8 @@ class _Running:
         self._redis = services.redis
         self._routers = services.routers
         self._report = report
-        self._pools = RayPools(services.config, report, LocalPlacement(services.config), self._autoscaler())
+        placement = LocalPlacement(services.config, log_dir(services.runtime_dir))
+        self._pools = RayPools(services.config, report, placement, self._autoscaler())
         self._was_ready = False
 
     async def main(self, use: Use, parent_pid: int) -> int:
@@ -183,9 +199,11 @@ class _Running:
         return AutoscaleLoop(self._config.autoscale, LocalCluster(self._config).admins(), self._report)
 
     async def _use_when_ready(self, use: Use) -> int:
-        for router in self._routers:
-            while not await router.is_ready():
+        for admin in LocalCluster(self._config).admins():
+            notice = _StillNotice(lambda text: self._report("pdserve", text))
+            while reasons := await asyncio.to_thread(_missing, admin):
                 self._check_start()
+                notice.look(reasons, self._pools.status(), time.monotonic())
                 await asyncio.sleep(_POLL_INTERVAL_S)
         self._was_ready = True
         return await use(LocalCluster(self._config))
@@ -238,6 +256,40 @@ class _Running:
         limit_s = self._config.pools.drain_grace_s + _KILL_LIMIT_S
         await first_result(self._pools.empty(), stop.wait_hurried(), asyncio.sleep(limit_s))
         self._pools.kill_all()
+
+
+class _StillNotice:
+    """Says once why a cluster is not ready, when nothing has been on its way for a while: it may never be."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._now: tuple[Sequence[str], Sequence[PoolStatus]] = (), ()
+        self._since_s = math.inf
+        self._was_said = False
+
+    def look(self, reasons: Sequence[str], pools: Sequence[PoolStatus], now_s: float) -> None:
+        if (reasons, pools) != self._now or not all(pool.is_still for pool in pools):
+            self._now, self._since_s, self._was_said = (reasons, pools), now_s, False
+        elif not self._was_said and now_s >= self._since_s + STILL_S:
+            self._was_said = True
+            self._report("; ".join(["not ready: " + ", ".join(reasons), *map(_advice, filter(_is_empty, pools))]))
+
+
+def _is_empty(pool: PoolStatus) -> bool:
+    return pool.desired == 0
+
+
+def _advice(pool: PoolStatus) -> str:
+    return f"its pool is to have none, pdserve scale {pool.role}=1 starts one"
+
+
+def _missing(admin: AdminClient) -> Sequence[str]:
+    """What a router lacks to serve a request; empty = nothing."""
+    try:
+        readiness = admin.readiness()
+    except AdminFailed:
+        return ["the router does not answer"]
+    return () if readiness["status"] == "ready" else readiness["reasons"]
 
 
 async def _end_of(controller: "asyncio.Task[None]") -> int:

@@ -1,15 +1,10 @@
 """A router of a local cluster: `pdserve router` in a child process, started again when it dies."""
 
-import asyncio
 import os
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 
-from common.values.addresses import join_address
 from common.values.config import ClusterConfig, RouterSettings
-from deploy.client.tls import open_directly
 from deploy.config.variables import ENV_PREFIX, INHERITED
 from deploy.process.child import Child, StartFailed, start_child
 
@@ -48,9 +43,6 @@ class RouterProcess:
         self.num_restarts = 0
         self._config_path = runtime_dir / f"{name}.json"
         self._log_path = runtime_dir / f"{name}.log"
-        self._cert_file = config.router.cert_file
-        scheme = "https" if self._cert_file else "http"
-        self._url = f"{scheme}://{join_address(config.router.host, config.router.http_port)}"
         self._child: Child | None = None
         self._config_path.touch(mode=0o600)  # it holds the password of Redis
         self._config_path.write_text(config.model_dump_json())
@@ -71,10 +63,6 @@ class RouterProcess:
         self.num_restarts += 1
         self.start()
 
-    async def is_ready(self) -> bool:
-        """True when a request would be served: a prefill and a decode worker can pair."""
-        return await asyncio.to_thread(_answers_ok, f"{self._url}/ready", self._cert_file)
-
     def log_tail(self) -> str:
         return "" if self._child is None else self._child.log_tail()
 
@@ -90,11 +78,3 @@ class RouterProcess:
 def _is_for_child(name: str) -> bool:
     """Settings come from its file."""
     return name in INHERITED or not name.startswith(ENV_PREFIX)
-
-
-def _answers_ok(url: str, cert_file: str) -> bool:
-    try:
-        with open_directly(urllib.request.Request(url), 2.0, cert_file) as reply:
-            return int(reply.status) == 200
-    except (urllib.error.URLError, OSError):
-        return False

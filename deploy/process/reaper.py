@@ -19,6 +19,7 @@ import time
 SESSION_VARIABLE = "PDSERVE_SESSION"
 _QUIET_ROUNDS = 3
 _ROUND_S = 0.1
+_MAX_REMOVALS = 10
 
 
 def session_pids(session: str, runtime_dir: str) -> list[int]:
@@ -40,6 +41,15 @@ def end_session(session: str, runtime_dir: str, limit_s: float = 10.0) -> list[i
         num_quiet = 0 if left else num_quiet + 1
         time.sleep(_ROUND_S)
     return sorted(killed)
+
+
+def remove_all(session: str, runtime_dir: str) -> None:
+    """End what is left of the session, and remove its directory: again while somebody still wrote into it."""
+    for _ in range(_MAX_REMOVALS):
+        end_session(session, runtime_dir)
+        shutil.rmtree(runtime_dir, ignore_errors=True)
+        if not os.path.exists(runtime_dir):
+            return
 
 
 def wait_for_exit(pid: int) -> None:
@@ -99,8 +109,7 @@ def main(owner_pid: int, session: str, runtime_dir: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     wait_for_exit(owner_pid)
-    end_session(session, runtime_dir)
-    shutil.rmtree(runtime_dir, ignore_errors=True)
+    remove_all(session, runtime_dir)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 import contextlib
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.process.child import StartFailed, start_reaper
-from deploy.process.reaper import SESSION_VARIABLE, end_session, session_pids
+from deploy.process.reaper import SESSION_VARIABLE, remove_all, session_pids
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +33,9 @@ def session() -> Iterator[Session]:
     try:
         yield opened
     finally:
-        end_session(opened.name, str(opened.runtime_dir))
+        remove_all(opened.name, str(opened.runtime_dir))
         left = session_pids(opened.name, str(opened.runtime_dir))
         del os.environ[SESSION_VARIABLE]
-        shutil.rmtree(opened.runtime_dir, ignore_errors=True)
         reaper.kill()
         reaper.wait()
         if left:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PARENT_ENDED = "the parent process ended"
 
 
@@ -38,6 +39,27 @@ class StopRequest:
         await self._hurried.wait()
 
 
+class Interrupted(BaseException):
+    """A signal came before an event loop could listen for it. No Exception: nobody on the way is to handle it."""
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Until a loop listens (`stop_request`), SIGINT and SIGTERM raise Interrupted in the main thread."""
+
+    def interrupt(number: int, frame: object) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)  # what is started is being ended
+        raise Interrupted(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, interrupt) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @contextlib.contextmanager
 def stop_request(parent_pid: int) -> Iterator[StopRequest]:
     """Listen for as long as the block lasts. In the main thread, inside the running loop.
@@ -46,7 +68,7 @@ def stop_request(parent_pid: int) -> Iterator[StopRequest]:
     """
     loop = asyncio.get_running_loop()
     request = StopRequest()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, request.set, signal.Signals(number).name)
     parent = _open_parent(parent_pid)
     if parent is not None:
@@ -56,7 +78,7 @@ def stop_request(parent_pid: int) -> Iterator[StopRequest]:
     try:
         yield request
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _SIGNALS:
             loop.remove_signal_handler(number)
         if parent is not None:
             loop.remove_reader(parent)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.values.messages import Role
+from deploy.ray.signals import signals_kept
 
 # More than anybody scales to: on one machine it is memory that limits a pool, and Ray knows nothing of ours.
 _WORKERS_PER_ROLE = 1024
@@ -40,25 +41,31 @@ def resource_name(role: Role) -> str:
     return f"pd_{role.value}"
 
 
+def log_dir(runtime_dir: Path) -> Path:
+    """Where the Ray below `runtime_dir` writes its logs."""
+    return runtime_dir / "ray" / "session_latest" / "logs"
+
+
 @contextlib.contextmanager
 def local_ray(runtime_dir: Path) -> Iterator[None]:
     """Start Ray below `runtime_dir` and stop it at the end. Blocks for some seconds; call it in the main thread."""
     _prepare_environment(runtime_dir)
     import ray
 
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        num_cpus=1,
-        num_gpus=0,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        resources={resource_name(role): _WORKERS_PER_ROLE for role in Role},
-        # Ray starts workers through a shell and quotes everything but the interpreter.
-        runtime_env={"py_executable": shlex.quote(sys.executable)},
-        _temp_dir=str(runtime_dir / "ray"),
-    )
+    with signals_kept():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            num_cpus=1,
+            num_gpus=0,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            resources={resource_name(role): _WORKERS_PER_ROLE for role in Role},
+            # Ray starts workers through a shell and quotes everything but the interpreter.
+            runtime_env={"py_executable": shlex.quote(sys.executable)},
+            _temp_dir=str(runtime_dir / "ray"),
+        )
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from common.values.config import ClusterConfig, WorkerConfig
@@ -21,6 +22,9 @@ RAY_NAMESPACE = "pdserve"
 IDENTITY_LIMIT_S = 2.0
 # One that has a place and is silent for so long is frozen.
 FROZEN_S = 20.0
+# Where Ray's processes write what is wrong before a worker can say anything itself.
+_TELLING_LOGS = ("worker-*.err", "raylet.err", "runtime_env_setup-*.log")
+_TAIL_BYTES = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +74,20 @@ class Placement(Protocol):
         """Have room made for so many workers of each role, where something can make room."""
         ...
 
+    def what_it_waits_for(self, role: Role) -> str:
+        """Of a worker that has had no process for long, for people."""
+        ...
+
 
 class LocalPlacement:
     """All workers on this machine, sharing its cores; on loopback."""
 
     is_lasting = False
 
-    def __init__(self, config: ClusterConfig, actor_class: str = WORKER_CLASS) -> None:
+    def __init__(self, config: ClusterConfig, log_dir: Path, actor_class: str = WORKER_CLASS) -> None:
+        """`log_dir`: where Ray writes what its processes say."""
         self._config = config
+        self._log_dir = log_dir
         self._actor_class = actor_class
         self._num_threads = num_threads_per_worker(config, num_cores())
 
@@ -96,6 +106,9 @@ class LocalPlacement:
 
     def request_nodes(self, num_workers: Mapping[str, int]) -> None:
         return
+
+    def what_it_waits_for(self, role: Role) -> str:
+        return f"its process has not begun; the last line of Ray's logs: {last_line_below(self._log_dir)}"
 
 
 class ClusterPlacement:
@@ -146,6 +159,9 @@ class ClusterPlacement:
         bundles = [{resource_name(role): 1} for role in Role for _ in range(num_workers[role.value])]
         request_resources(bundles=bundles)
 
+    def what_it_waits_for(self, role: Role) -> str:
+        return f"waits for a Ray node that offers {resource_name(role)}"
+
 
 def tell_apart(actors: Sequence[NamedActor], ask: Ask) -> tuple[list[FoundWorker], list[NamedActor]]:
     """Every actor under the worker id that is its own, and those that are to be ended, since they have none.
@@ -167,6 +183,22 @@ def tell_apart(actors: Sequence[NamedActor], ask: Ask) -> tuple[list[FoundWorker
         else:
             found[worker_id] = FoundWorker(role, worker_id, actor.handle, actor.placed_as)
     return list(found.values()), ended
+
+
+def last_line_below(directory: Path) -> str:
+    """The last line of the log that was written to last, with its file's name."""
+    logs = [path for pattern in _TELLING_LOGS for path in directory.glob(pattern) if path.stat().st_size]
+    if not logs:
+        return f"there is none below {directory}"
+    newest = max(logs, key=lambda path: path.stat().st_mtime)
+    return f"{_last_line(newest)} ({newest.name})"
+
+
+def _last_line(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _ask(actors: Sequence[NamedActor], limit_s: float) -> list[tuple[Role, str] | None]:

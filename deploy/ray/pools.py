@@ -16,7 +16,6 @@ from common.cores.core_loop import CoreLoop
 from common.values.config import ClusterConfig
 from common.values.messages import Role
 from common.worker.role_change import RoleChangeRefused, check_role_change
-from deploy.ray.local import resource_name
 from deploy.ray.placement import Placement
 from deploy.scaling.autoscale_loop import AutoscaleLoop
 from deploy.scaling.pool_members import Identity, PoolStatus
@@ -41,8 +40,8 @@ ANNOUNCE_INTERVAL_S = 0.5
 WAIT_S = 5.0
 # A look that takes so much longer: the worker is frozen, though Ray sees a process. It is ended and replaced.
 SILENCE_S = 20.0
-# An actor that is not on a node by then waits for one, and that is told.
-PLACING_S = 30.0
+# An actor without a process by then is said to wait, and for what.
+PLACING_S = 20.0
 _MAX_REASON_CHARS = 400
 _CREATION_FAILED = "error raised in its creation task"
 
@@ -238,8 +237,6 @@ class RayPools:
 
     async def _started(self, life: _Life) -> Any:
         """The worker's description, once it is ready."""
-        if not self._placement.is_lasting:
-            return await life.handle.start.remote()
         notice = asyncio.create_task(self._tell_if_waiting(life))
         try:
             return await life.handle.start.remote()
@@ -251,7 +248,9 @@ class RayPools:
         try:
             await asyncio.wait_for(_result(life.handle.__ray_ready__.remote()), PLACING_S)
         except TimeoutError:
-            self._report(life.worker_id, f"waits for a Ray node that offers {resource_name(life.role)}")
+            self._report(
+                life.worker_id, f"not started after {PLACING_S:g} s: {self._placement.what_it_waits_for(life.role)}"
+            )
 
 
 def _limits(config: ClusterConfig, placement: Placement) -> PoolLimits:

@@ -18,11 +18,14 @@ def request_timings(request: Request, now_s: float) -> RequestTimings:
     rest = _Rest(now_s - request.arrived_s)
     route_s = rest.take(dispatched_s - request.arrived_s)
     prefill_queue_s = rest.take(first.queue_s) if first and not is_local else 0.0
-    prefill_s = rest.take(report.local_prefill_s if report and is_local else first.prefill_s if first else 0.0)
+    first_token_s = now_s if marks.first_token_s is None else marks.first_token_s
+    # A decode worker counts from the reservation, which is on its way while this router still counts its route.
+    before_first_s = max(0.0, first_token_s - request.arrived_s - route_s)
+    local_prefill_s = min(report.local_prefill_s, before_first_s) if report else 0.0
+    prefill_s = rest.take(local_prefill_s if is_local else first.prefill_s if first else 0.0)
     kv_exposed_s = rest.take(report.exposed_s) if report and not is_local else 0.0
     decode_queue_s = rest.take(report.decode_queue_s) if report else 0.0
     phases = (route_s, prefill_queue_s, prefill_s, kv_exposed_s, decode_queue_s, rest.left_s)
-    first_token_s = now_s if marks.first_token_s is None else marks.first_token_s
     return RequestTimings(
         route_s=route_s,
         prefill_queue_s=prefill_queue_s,

@@ -70,7 +70,8 @@ class Validator:
     def check_model(self, name: str) -> None:
         """An empty name means the only model."""
         if name and name != self._model.name:
-            raise ModelNotFound(f"model {name[:128]!r} is not served here", param="model")
+            text = f"model {name[:128]!r} is not served here; {self._model.name!r} is"
+            raise ModelNotFound(text, param="model")
 
     def validate(
         self, spec: RequestSpec, token_ids: Sequence[int], request_id: RequestId, tenant: Tenant

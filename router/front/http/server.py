@@ -92,6 +92,7 @@ def _probe_routes(admin: AdminEndpoints) -> list[_Route]:
 
 def _page_routes(page: PageEndpoints) -> list[_Route]:
     return [
+        ("/", page.redirect, Need.PUBLIC, ("GET",)),
         ("/ui", page.redirect, Need.PUBLIC, ("GET",)),
         ("/ui/", page.file, Need.PUBLIC, ("GET",)),
         ("/ui/{name}", page.file, Need.PUBLIC, ("GET",)),

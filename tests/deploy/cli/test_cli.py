@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.cli import main
 from deploy.cli.exit_codes import _CODES
 
 
@@ -70,6 +71,9 @@ def test_commands_are_listed() -> None:
         (["up", "--model", "/nonexistent"], 1, "no model at /nonexistent"),
         (["status", "--url", "http://127.0.0.1:9"], 1, "is pdserve up running"),
         (["generate", "hi", "--server", "127.0.0.1:9"], 1, "is pdserve up running"),
+        (["explain"], 2, "give the id of a request, or --last"),
+        (["status", "--url", "http://127.0.0.1:99999"], 2, "expected http://HOST:PORT of a router"),
+        (["generate", "hi", "--server", "127.0.0.1"], 2, "expected HOST:PORT of a router's gRPC API"),
         (["explain", "x", "--url", "http://127.0.0.1:9"], 1, "is pdserve up running"),
         (["top", "--once", "--url", "http://127.0.0.1:9"], 1, "is pdserve up running"),
         (["doctor", "--for", "nothing"], 2, "nothing"),
@@ -97,6 +101,25 @@ def test_config_show_names_value_and_origin_and_hides_passwords(tmp_path: Path) 
     readable = run("config", "show", env=env).stdout
     assert "router.http_port" in readable
     assert "hunter2" not in readable
+
+
+def test_every_command_is_described_on_one_whole_line() -> None:
+    lines = run("--help").stdout.partition("Commands:")[2].splitlines()
+    assert [line for line in lines if line.endswith("...")] == []
+
+
+def test_every_option_of_every_command_says_what_it_is() -> None:
+    from typer.main import get_command
+
+    group = get_command(main.app)
+    commands = {**group.commands, **{f"keys {name}": each for name, each in group.commands["keys"].commands.items()}}  # type: ignore[attr-defined]
+    unsaid = [
+        f"{name} {option.opts[0]}"
+        for name, command in commands.items()
+        for option in command.params
+        if option.name != "help" and not getattr(option, "help", "")
+    ]
+    assert unsaid == []
 
 
 @pytest.mark.parametrize("argument", ["version", "--version"])

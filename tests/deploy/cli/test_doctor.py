@@ -5,19 +5,24 @@ import resource
 import shutil
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from common.values.config import ClusterConfig, WorkerSettings
+from common.values.config import ClusterConfig, RouterSettings, WorkerSettings
+from common.wire.grpc_options import server_options
 from deploy.cli import doctor
 from deploy.cli.doctor import Finding, checks_for, diagnose, lines_of
 from deploy.config.settings import load_settings, tls_flags
 from deploy.local import redis_server
 from tests.certificates import new_certs
 from tests.redis_box import binaries, redis_box
+from tests.ui.page_service import served
 
 CONFIG = ClusterConfig()
 
@@ -71,6 +76,38 @@ def test_a_redis_user_that_may_not_see_the_version_is_fine(tmp_path: Path) -> No
     assert (finding.status, finding.found.endswith("version not told to this user")) == ("ok", True)
 
 
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_CACHE", "/dev/null/cache")
+    finding = doctor.cache(CONFIG)
+    assert (finding.status, finding.found) == ("warning", "/dev/null/cache: not writable")
+    assert "PDSERVE_CACHE" in finding.fix
+
+
+def test_ports_that_pdserve_has_are_said_to_be_its_own() -> None:
+    """A router, as `pdserve up` runs one, has both."""
+    with served() as page:
+        port = int(page.rig.url.rpartition(":")[2])
+        finding = doctor.http_port(CONFIG.model_copy(update={"router": RouterSettings(http_port=port)}))
+    assert (finding.status, finding.found) == ("warning", f"pdserve has 127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("service", "status"), [("pdserve.v1.GenerationService", "warning"), ("another.Service", "failed")]
+)
+def test_a_grpc_port_is_ours_by_the_name_of_its_service(service: str, status: str) -> None:
+    server = grpc.server(ThreadPoolExecutor(1), options=server_options())
+    servicer = health.HealthServicer()
+    servicer.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        finding = doctor.grpc_port(CONFIG.model_copy(update={"router": RouterSettings(grpc_port=port)}))
+    finally:
+        server.stop(None).wait()
+    assert finding.status == status
+
+
 def test_without_any_redis_three_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server, "find_binary", lambda: None)
     finding = doctor.redis(CONFIG)
@@ -90,7 +127,7 @@ def usage(free: int) -> Callable[[str], Any]:
         (doctor.processes, (resource, "getrlimit", lambda _: (100, 100)), "warning", "ulimit -u"),
         (doctor.disk, (shutil, "disk_usage", usage(1000)), "failed", "TMPDIR"),
         (doctor.shared_memory, (shutil, "disk_usage", usage(64 << 20)), "failed", "--shm-size"),
-        (doctor.torch, (metadata, "version", lambda _: "2.1.0+cpu"), "failed", "pdserve[worker]"),
+        (doctor.torch, (metadata, "version", lambda _: "2.1.0+cpu"), "failed", ".[worker]"),
         (doctor.ray, (metadata, "version", lambda _: "2.54.1"), "ok", ""),
     ],
 )
@@ -117,7 +154,10 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(metadata, "version", missing)
     assert doctor.ray(CONFIG) == Finding(
-        "ray", "failed", "not installed", "pip install 'pdserve[worker]' (ray 2.54 or newer)"
+        "ray",
+        "failed",
+        "not installed",
+        "in a checkout: pip install -c constraints.txt '.[worker]' (ray 2.54 or newer)",
     )
 
 

@@ -23,7 +23,9 @@ class Scripted(generation_pb2_grpc.GenerationServiceServicer):
         self.requests.append(request)
         if self.error is not None:
             context.abort(self.error, "queue is full")
-        yield pb.GenerateResponse(accepted=pb.Accepted(prefill_worker_id="p0", decode_worker_id="d0"))
+        yield pb.GenerateResponse(
+            request_id="gen-17", accepted=pb.Accepted(prefill_worker_id="p0", decode_worker_id="d0")
+        )
         yield pb.GenerateResponse(chunk=pb.TokenChunk(text="Paris", token_ids=[5]))
         yield pb.GenerateResponse(chunk=pb.TokenChunk(text=" it is.", token_ids=[6, 7]))
         finished = pb.Finished(
@@ -39,7 +41,7 @@ class Scripted(generation_pb2_grpc.GenerationServiceServicer):
             getattr(finished.timings, name).FromMilliseconds(milliseconds)
         finished.timings.time_to_first_token.FromMilliseconds(43)
         finished.timings.kv_bytes = 1_000_000
-        yield pb.GenerateResponse(finished=finished)
+        yield pb.GenerateResponse(request_id="gen-17", finished=finished)
 
 
 @pytest.fixture
@@ -89,13 +91,16 @@ def test_people_see_text_then_waterfall_then_who_did_it(server: str, capsys: pyt
     assert lines[0] == "Paris it is."
     labels = [line.split("|")[0].strip() for line in lines if "|" in line]
     assert labels == ["route", "queue", "prefill", "transfer", "decode queue", "decode"]
-    assert lines[-1] == "prompt 9 tokens (4 cached), answer 3; prefill on p0, decode on d0"
+    assert lines[-2:] == [
+        "prompt 9 tokens (4 cached), answer 3; prefill on p0, decode on d0",
+        "more: pdserve explain gen-17",
+    ]
 
 
 def test_programs_get_one_json_object(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     print_answer(server, Ask("?"), as_json=True)
     answer = json.loads(capsys.readouterr().out)
-    assert answer["text"] == "Paris it is."
+    assert (answer["request_id"], answer["text"]) == ("gen-17", "Paris it is.")
     assert answer["finish_reason"] == "stop"
     assert answer["usage"] == {"prompt_tokens": 9, "completion_tokens": 3, "cached_tokens": 4}
     assert answer["timings_ms"]["prefill"] == 40.0

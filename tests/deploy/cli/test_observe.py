@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from deploy.cli.explain import explain_request, lines_of, waterfall_of
+from deploy.cli.explain import explain_request, find_record, lines_of, waterfall_of
 from deploy.cli.top import bar, screen, watch
 from deploy.client.admin import AdminClient, AdminFailed
 from tests.ui.page_service import LONG_ID, Served, record, served
@@ -48,6 +48,26 @@ def test_explain_prints_the_record_as_json(page: Served, capsys: pytest.CaptureF
 def test_explain_of_an_unknown_request_says_so(page: Served) -> None:
     with pytest.raises(AdminFailed, match="no request 'a/b' is known"):
         explain_request(page.rig.url, "a/b", as_json=False)
+
+
+def test_explain_takes_an_unambiguous_beginning_or_the_newest(page: Served) -> None:
+    client = AdminClient(page.rig.url)
+    newest = [str(record["request_id"]) for record in client.records()]
+    assert find_record(client, LONG_ID[:12])["request_id"] == LONG_ID
+    assert find_record(client, "")["request_id"] == newest[0]
+    with pytest.raises(AdminFailed, match=r"2 requests begin with 'req-'|requests begin with 'req-': give more"):
+        find_record(client, "req-")
+
+
+def test_top_shows_ids_that_explain_takes_in_a_terminal_of_80_columns(page: Served) -> None:
+    snapshot = next(AdminClient(page.rig.url).snapshots())
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(screen(snapshot, console.width))
+    lines = console.export_text().splitlines()
+    shown_id = next(line.split()[0] for line in lines if line.startswith("chatcmpl"))
+    assert find_record(AdminClient(page.rig.url), shown_id)["request_id"] == LONG_ID
+    assert max(map(len, lines)) <= 80
+    assert any(line.rstrip().endswith("prefill-0 → decode-0") for line in lines)
 
 
 def test_the_waterfall_of_a_record_has_its_wall_time() -> None:

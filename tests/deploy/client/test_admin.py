@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from deploy.cli.commands import run_drain, run_scale, show_status
-from deploy.client.admin import AdminClient, AdminFailed, Unhealthy, wait_for_sizes
+from deploy.client.admin import AdminClient, AdminFailed, Unhealthy
+from deploy.client.waiting import missing_of_all, wait_for_sizes, wait_until_settled
 
 ROUTER = {
     "router_id": "router-a", "is_ready": True, "pid": 9, "http_url": "http://127.0.0.1:8000",
@@ -132,6 +133,40 @@ def test_drain_returns_when_that_life_of_the_worker_is_over(
     assert "decode-0 is gone" in capsys.readouterr().out
 
 
+def test_scale_may_return_at_once(router: ScriptedRouter, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    router.is_stuck = True
+    run_scale(url, {"decode": 2}, timeout_s=0.0, as_json=False, is_waiting=False)
+    assert capsys.readouterr().out == "asked: decode is to have 2\n"
+
+
+def test_status_and_drain_wait_for_the_pool_to_be_whole_again(
+    router: ScriptedRouter, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The scripted pool has its size at the second look."""
+    router.wanted["decode"] = 2
+    assert show_status(url, as_json=False, wait_s=20.0) == 0
+    assert router.sizes["decode"] == 2
+    assert "==> status: prefill 1 ready of 1, decode 1 ready of 2" in capsys.readouterr().err
+    router.wanted["decode"] = 3
+    run_drain(url, "decode-0", None, timeout_s=20, is_waiting=True)
+    assert router.sizes["decode"] == 3
+    assert "decode-0 was replaced" in capsys.readouterr().out
+
+
+def test_waiting_ends_unhealthy_with_what_is_missing(router: ScriptedRouter, url: str) -> None:
+    router.is_ready = False
+    with pytest.raises(Unhealthy, match="after 0 s: no decode worker"):
+        wait_until_settled(AdminClient(url), 0.0, lambda text: None)
+
+
+def test_without_a_controller_all_workers_are_waited_for() -> None:
+    """As where deployments place workers themselves: a draining or loading one is not settled."""
+    ready = {"role": "decode", "state": "ready"}
+    state = {"workers": [ready, {"role": "decode", "state": "draining"}], "pools": None}
+    assert missing_of_all(state, {"status": "ready"}) == "prefill 0 ready of 0, decode 1 ready of 2"
+    assert missing_of_all({"workers": [ready], "pools": None}, {"status": "ready"}) == ""
+
+
 def test_drain_of_an_unknown_worker_fails_by_name(url: str) -> None:
     with pytest.raises(AdminFailed, match="no worker 'decode-7'"):
         run_drain(url, "decode-7", None, timeout_s=1)
@@ -142,7 +177,7 @@ def test_status_tells_healthy_from_unhealthy(
 ) -> None:
     assert show_status(url, as_json=False) == 0
     text = capsys.readouterr().out
-    assert "prefill: 1 ready; decode: 1 ready" in text
+    assert "prefill: 1 ready; decode: 1 ready of 1" in text
     assert "decode-7: reading weights, 43 %, for 12 s" in text
     assert "router-a  ready    9  http://127.0.0.1:8000  127.0.0.1:50051        4       3" in text
     router.is_ready = False

@@ -1,5 +1,8 @@
+import json
+import subprocess
 from typing import Any
 
+from common.values.config import RouterSettings
 from deploy.client import show
 
 
@@ -34,13 +37,36 @@ def test_a_pool_without_workers_shows_the_header_alone() -> None:
 
 def test_pools_are_counted_by_state() -> None:
     workers = [worker("a", "prefill"), worker("b", "prefill", "draining"), worker("c", "prefill")]
-    assert show.pools_line(workers) == "prefill: 2 ready, 1 draining; decode: none"
+    assert show.pools_line(workers, {}) == "prefill: 2 ready, 1 draining; decode: none"
+
+
+def test_a_worker_that_starts_and_the_wanted_size_are_counted() -> None:
+    """After a drain the router sees no worker, and the controller starts one."""
+    pools = {"decode": {"desired": 2, "starting": 1}}
+    assert show.pools_line([worker("a", "decode")], pools) == "prefill: none; decode: 1 ready, 1 starting of 2"
 
 
 def test_the_endpoints_hold_a_command_to_copy() -> None:
     text = "\n".join(show.endpoints("http://127.0.0.1:8000", "127.0.0.1:50051", "smol"))
     assert "curl -N http://127.0.0.1:8000/v1/chat/completions" in text
     assert '"model": "smol"' in text
+    assert text.endswith("page  http://127.0.0.1:8000/ui/")
+
+
+def test_the_commands_to_copy_ask_for_more_than_a_decode_worker_prefills_itself() -> None:
+    """As a shell would run them: the newcomer is to see a transfer. A number is a token at least."""
+    lines = show.endpoints("http://127.0.0.1:1", "127.0.0.1:2", "smol")
+    curl = "\n".join(lines[3:6]).replace("curl -N", "printf '%s\\0'")
+    generate = lines[6].replace("pdserve generate", "printf '%s\\0'")
+    body = _arguments_of(curl)[-1]
+    message = json.loads(body)["messages"][0]["content"]
+    assert _arguments_of(generate) == ["--chat", message, "--server", "127.0.0.1:2"]
+    assert len(message.split()) > RouterSettings().local_prefill_max_tokens
+
+
+def _arguments_of(printf: str) -> list[str]:
+    done = subprocess.run(["bash", "-c", printf], capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
 
 
 def test_the_controllers_reasons_are_told() -> None:

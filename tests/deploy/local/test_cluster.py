@@ -107,6 +107,24 @@ def test_nothing_is_left_of_an_up_that_was_killed(model: Path, tmp_path: Path) -
         started.close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_ray_starts_ends_up_cleanly(model: Path, number: signal.Signals) -> None:
+    ports = [str(free_port()), str(free_port())]
+    options = ["--model", str(model), "--http-port", ports[0], "--grpc-port", ports[1]]
+    command = [sys.executable, "-m", "deploy.cli", "up", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as up:
+        assert up.stderr is not None
+        lines = iter(up.stderr.readline, "")
+        runtime_dir = next(line.split()[5] for line in lines if "logs are below" in line)
+        assert any("ray: starting" in line for line in lines)
+        _until(lambda: bool(psutil.Process(up.pid).children(recursive=True)[2:]))
+        up.send_signal(number)
+        rest = list(lines)
+        assert up.wait(END_LIMIT_S) == 0
+    assert rest == [f"==> pdserve: stopped ({number.name}) while starting\n"]
+    assert not Path(runtime_dir).exists()
+
+
 def test_a_worker_that_cannot_start_ends_up_with_its_reason(model: Path, tmp_path: Path) -> None:
     """More blocks than memory: the actors fail, and the command says why instead of trying forever."""
     config = tmp_path / "config.yaml"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from deploy.process.stopping import first_result, stop_request
+from deploy.process.stopping import Interrupted, first_result, interruptible, stop_request
 
 WATCHER = """
 import asyncio, os, sys
@@ -32,6 +32,18 @@ async def test_a_signal_stops_and_a_second_one_hurries() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.wait_for(stop.wait_hurried(), 60)
         assert stop.reason == "SIGTERM"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_a_loop_listens_a_signal_ends_what_is_being_started(number: signal.Signals) -> None:
+    """Once: what is started is ended in peace. Afterwards signals do what they did before."""
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=number.name), interruptible():
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
 
 
 async def test_a_parent_that_died_before_we_listened_stops_at_once() -> None:

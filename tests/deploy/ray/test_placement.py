@@ -1,9 +1,11 @@
 """Which worker an actor is that an earlier controller left."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from common.values.messages import Role
-from deploy.ray.placement import FROZEN_S, IDENTITY_LIMIT_S, Ask, NamedActor, tell_apart
+from deploy.ray.placement import FROZEN_S, IDENTITY_LIMIT_S, Ask, NamedActor, last_line_below, tell_apart
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -72,6 +74,19 @@ def test_one_that_stays_silent_under_a_name_that_another_has_is_ended_and_not_fo
     assert told([actor("prefill-0", "x"), actor("prefill-0", "y")], ask) == ({"prefill-0": "y"}, ["x"])
     ask, _ = answers({}, {})
     assert told([actor("prefill-0", "x"), actor("prefill-0", "y")], ask) == ({"prefill-0": "x"}, ["y"])
+
+
+def test_the_last_line_of_the_log_that_was_written_to_last_says_why_nothing_starts(tmp_path: Path) -> None:
+    assert "there is none" in last_line_below(tmp_path)
+    for age_s, name, text in (
+        (9, "raylet.err", "old\n"),
+        (5, "worker-1.err", "one\nexec: no such file\n\n"),
+        (1, "gcs.out", "x"),
+    ):
+        (tmp_path / name).write_text(text)
+        os.utime(tmp_path / name, (1000 - age_s, 1000 - age_s))
+    (tmp_path / "worker-2.err").touch()
+    assert last_line_below(tmp_path) == "exec: no such file (worker-1.err)"
 
 
 def test_where_nothing_runs_nothing_is_found() -> None:

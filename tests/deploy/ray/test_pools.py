@@ -44,7 +44,7 @@ class Rig:
 
     def __init__(self, config: ClusterConfig) -> None:
         self.reports: list[tuple[str, str]] = []
-        self.pools = RayPools(config, self._report, LocalPlacement(config, FAKE))
+        self.pools = RayPools(config, self._report, LocalPlacement(config, Path(), FAKE))
         self.store = PoolStore(config.redis_url, config.namespace)
 
     def _report(self, who: str, what: str) -> None:

@@ -72,6 +72,22 @@ def test_local_prefill_has_no_transfer() -> None:
     assert timings.kv_transfer_s == 0.0
 
 
+def test_the_first_token_never_comes_before_the_end_of_a_local_prefill() -> None:
+    """The decode worker counts from the reservation, 0.1 s before its grant arrives here."""
+    driver = Driver("p0", "d0", limits=RouterLimits(local_prefill_max_tokens=100))
+    driver.submit(request(max_tokens=2))
+    driver.advance(0.1)
+    attempt_id = driver.grant("d0", is_local=True)
+    driver.advance(0.3)
+    driver.tokens("d0", attempt_id, token(0))
+    driver.report("d0", attempt_id, is_local=True, local_prefill_s=0.35)
+    driver.advance(0.5)
+    driver.tokens("d0", attempt_id, token(1, finish=FinishReason.LENGTH))
+    timings = driver.finished().timings
+    assert timings.route_s + timings.prefill_s == pytest.approx(timings.time_to_first_token_s)
+    assert parts(timings) == pytest.approx((0.1, 0.0, 0.3, 0.0, 0.01, 0.49))
+
+
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, -5.0, 1e9])
 def test_nonsense_of_a_worker_cannot_break_the_sum(nonsense: float) -> None:
     timings = disaggregated(
