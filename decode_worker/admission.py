@@ -1,84 +1,72 @@
-"""Who gets in: what is refused for good, what for now, and the blocks of those that are granted. Pure: no IO."""
+"""Which requests a decode worker takes: what is refused for good, what for now, and the blocks of the rest. Pure."""
 
-from collections.abc import Collection, Mapping
-
-from common.engine.kv.block_pool import BlockPool, RefKind
-from common.values.hashing import block_hashes, hash_root
+from common.engine.kv.block_pool import RefKind
+from common.engine.scheduling.scheduler import Scheduler
 from common.values.ids import RouterId
 from common.values.messages import Refused, Reserve
 from common.values.request import Work
-from decode_worker.attempt import Attempt
-from decode_worker.scheduler import DecodeLimits, DecodeScheduler
+from common.worker.core import CoreState
+from decode_worker.request import DecodePhase, DecodeRequest
 
 
-class Admission:
-    """Reads the pool's and the scheduler's state; takes blocks only in `reserve`."""
+def refusal(work: Work, state: CoreState[DecodeRequest]) -> Refused | None:
+    """Why `work` is not taken, apart from the blocks that are free just now; None = it may be."""
+    problem = _permanent_problem(work, state.scheduler)
+    if problem is not None:
+        return Refused(work.attempt_id, problem, is_retryable=False)
+    problem = _passing_problem(work, state)
+    if problem is not None:
+        return Refused(work.attempt_id, problem, is_retryable=True)
+    return None
 
-    def __init__(
-        self, pool: BlockPool, scheduler: DecodeScheduler, limits: DecodeLimits, hash_fields: Mapping[str, str]
-    ) -> None:
-        self._pool = pool
-        self._scheduler = scheduler
-        self._max_num_choices = limits.max_num_seqs + limits.max_num_waiting
-        self._hash_fields = dict(hash_fields)
 
-    def refusal(self, work: Work, attempts: Collection[Attempt], *, is_draining: bool) -> Refused | None:
-        """Why `work` is not taken, apart from the blocks that are free just now; None = it may be."""
-        problem = self._permanent_problem(work)
-        if problem is not None:
-            return Refused(work.attempt_id, problem, is_retryable=False)
-        problem = self._passing_problem(work, attempts, is_draining=is_draining)
-        if problem is not None:
-            return Refused(work.attempt_id, problem, is_retryable=True)
+def reserve(
+    router_id: RouterId, message: Reserve, state: CoreState[DecodeRequest], now_s: float
+) -> tuple[DecodeRequest, tuple[int, ...]] | None:
+    """The new request and the block table of its prompt: USED if it is local, else HELD. None = no blocks."""
+    work, scheduler = message.work, state.scheduler
+    hashes = scheduler.blocks.hashes_of(work)
+    hit = scheduler.blocks.match(hashes, len(work.token_ids))
+    num_cached_tokens = len(hit) * scheduler.blocks.pool.block_size
+    is_local = len(work.token_ids) - num_cached_tokens <= message.local_prefill_max_tokens
+    kind = RefKind.USED if is_local else RefKind.HELD
+    block_table = scheduler.blocks.reserve(hit, len(work.token_ids), kind, len(scheduler.running))
+    if block_table is None:
         return None
+    request = DecodeRequest(
+        work=work,
+        router_id=router_id,
+        order=state.requests.num_added,
+        arrived_s=now_s,
+        deadline_s=now_s + work.deadline_s,
+        hashes=hashes,
+        live_choices=set(work.choices),
+        phase=DecodePhase.READY if is_local else DecodePhase.RESERVED,
+        num_cached_tokens=num_cached_tokens,
+        is_local=is_local,
+    )
+    return request, block_table
 
-    def reserve(
-        self, router_id: RouterId, message: Reserve, order: int, now_s: float
-    ) -> tuple[Attempt, tuple[int, ...]] | None:
-        """The new attempt and the block table of its prompt: USED if it is local, else HELD. None = no blocks."""
-        work = message.work
-        root = hash_root(self._hash_fields, self._pool.block_size, work.cache_salt)
-        hashes = block_hashes(work.token_ids, self._pool.block_size, root)
-        hit = self._scheduler.match(hashes, len(work.token_ids))
-        num_cached_tokens = len(hit) * self._pool.block_size
-        is_local = len(work.token_ids) - num_cached_tokens <= message.local_prefill_max_tokens
-        kind = RefKind.USED if is_local else RefKind.HELD
-        block_table = self._scheduler.reserve(hit, len(work.token_ids), kind)
-        if block_table is None:
-            return None
-        attempt = Attempt(
-            work=work,
-            router_id=router_id,
-            order=order,
-            arrived_s=now_s,
-            deadline_s=now_s + work.deadline_s,
-            hash_root=root,
-            hashes=hashes,
-            num_cached_tokens=num_cached_tokens,
-            is_local=is_local,
-            live_choices=set(work.choices),
-        )
-        return attempt, block_table
 
-    def _permanent_problem(self, work: Work) -> str | None:
-        if not work.token_ids or not work.choices or work.num_output_tokens >= work.sampling.max_tokens:
-            return "nothing to generate"
-        # The KV of a choice's last token is never needed. One choice alone must fit; its siblings can wait.
-        num_tokens = max(len(work.token_ids), work.num_prompt_tokens + work.sampling.max_tokens - 1)
-        if self._pool.num_blocks_for(num_tokens) > self._pool.num_blocks:
-            return f"{num_tokens} tokens never fit in {self._pool.num_blocks * self._pool.block_size}"
-        if len(work.choices) > self._max_num_choices:
-            return f"{len(work.choices)} choices, at most {self._max_num_choices}"
-        return None
+def _permanent_problem(work: Work, scheduler: Scheduler) -> str | None:
+    if not work.token_ids or not work.choices or work.num_output_tokens >= work.sampling.max_tokens:
+        return "nothing to generate"
+    # The KV of a choice's last token is never needed. One choice alone must fit; its siblings can wait.
+    num_tokens = max(len(work.token_ids), work.num_prompt_tokens + work.sampling.max_tokens - 1)
+    problem = scheduler.blocks.never_fits(num_tokens)
+    if problem is None and len(work.choices) > scheduler.limits.max_num_queued:
+        problem = f"{len(work.choices)} choices, at most {scheduler.limits.max_num_queued}"
+    return problem
 
-    def _passing_problem(self, work: Work, attempts: Collection[Attempt], *, is_draining: bool) -> str | None:
-        if is_draining:
-            return "draining"
-        num_choices = sum(len(attempt.live_choices) for attempt in attempts)
-        if num_choices + len(work.choices) > self._max_num_choices:
-            return "queue full"
-        if any(attempt.attempt_id == work.attempt_id for attempt in attempts):
-            return "the same attempt is still ending"
-        if self._scheduler.is_short_of_blocks:
-            return "no blocks"
-        return None
+
+def _passing_problem(work: Work, state: CoreState[DecodeRequest]) -> str | None:
+    if state.draining.is_requested:
+        return "draining"
+    num_choices = sum(len(request.live_choices) for request in state.requests.all)
+    if num_choices + len(work.choices) > state.scheduler.limits.max_num_queued:
+        return "queue full"
+    if work.attempt_id in state.requests.ending:
+        return "the same attempt is still ending"
+    if state.scheduler.is_short_of_blocks:
+        return "no blocks"
+    return None

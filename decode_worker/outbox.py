@@ -1,12 +1,12 @@
-"""What one event tells the routers about tokens: reports first, then one batch per router. Pure: no IO."""
+"""What one event sends to the routers about tokens: reports first, then one batch per router. Pure: no IO."""
 
 from collections.abc import Iterable
 
 from common.values.ids import AttemptId, RouterId
 from common.values.messages import AttemptTokens, HandoffReport, TokenBatch
 from common.values.request import TokenEvent
-from decode_worker.attempt import Attempt
-from decode_worker.events import SendToRouter
+from common.worker.events import SendToRouter
+from decode_worker.request import DecodeRequest
 
 
 class Outbox:
@@ -16,30 +16,30 @@ class Outbox:
         self._reports: dict[AttemptId, tuple[RouterId, HandoffReport]] = {}
         self._tokens: dict[RouterId, dict[AttemptId, list[TokenEvent]]] = {}
 
-    def report(self, attempt: Attempt, local_prefill_s: float) -> None:
-        """How the attempt's prompt came here; once, before its first tokens."""
-        transfer = attempt.transfer
-        assert attempt.started_s is not None
+    def report(self, request: DecodeRequest, local_prefill_s: float) -> None:
+        """How the request's prompt came here; once, before its first tokens."""
+        transfer = request.transfer
+        assert request.started_s is not None
         report = HandoffReport(
-            attempt.attempt_id,
+            request.attempt_id,
             num_bytes=transfer.num_bytes if transfer else 0,
             num_chunks=transfer.num_chunks if transfer else 0,
             transfer_s=transfer.transfer_s if transfer else 0.0,
             exposed_s=transfer.exposed_s if transfer else 0.0,
-            decode_queue_s=attempt.started_s - attempt.ready_s,
-            num_cached_tokens=attempt.num_cached_tokens,
-            is_local=attempt.is_local,
+            decode_queue_s=request.started_s - request.ready_s,
+            num_cached_tokens=request.num_cached_tokens,
+            is_local=request.is_local,
             local_prefill_s=local_prefill_s,
             chunks=transfer.chunks if transfer else (),
         )
-        self._reports[attempt.attempt_id] = (attempt.router_id, report)
+        self._reports[request.attempt_id] = (request.router_id, report)
 
-    def add(self, attempt: Attempt, events: Iterable[TokenEvent]) -> None:
-        attempts = self._tokens.setdefault(attempt.router_id, {})
-        attempts.setdefault(attempt.attempt_id, []).extend(events)
+    def add(self, request: DecodeRequest, events: Iterable[TokenEvent]) -> None:
+        attempts = self._tokens.setdefault(request.router_id, {})
+        attempts.setdefault(request.attempt_id, []).extend(events)
 
     def forget(self, attempt_id: AttemptId) -> None:
-        """The attempt failed or was cancelled: what it made meanwhile is of no use."""
+        """The request failed or was cancelled: what it made meanwhile is of no use."""
         self._reports.pop(attempt_id, None)
         for attempts in self._tokens.values():
             attempts.pop(attempt_id, None)

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 
+from common.engine.scheduling.scheduler import Limits
+from common.worker.core import WorkerCore
 from common.worker.lifecycle import WorkerContext
 from common.worker.role import RoleShell
-from decode_worker.core import DecodeCore, DecodeLimits
+from decode_worker.core import DecodeCore
 from kvtransfer.events import ReceiverEvent
 from kvtransfer.receiver.core import ReceiverCore
 from kvtransfer.receiver.sessions import ReceiverSessions
@@ -15,11 +17,11 @@ def build(context: WorkerContext) -> RoleShell:
     """A decode worker around a loaded model."""
     config, loaded, pool = context.config, context.loaded, context.new_pool()
     receiver = ReceiverCore(chunk_planner(config, loaded), config.max_inflight_bytes, config.link_timeout_s)
-    core = DecodeCore(pool, receiver, DecodeLimits.of(config), context.hash_fields)
+    core = DecodeCore(pool, receiver, Limits.of(config), context.hash_fields)
 
     def open_sessions(post: Callable[[ReceiverEvent], None]) -> ReceiverSessions:
         sessions = ReceiverSessions(session_settings(config, loaded, context.ref), post)
         sessions.add_to(context.server)
         return sessions
 
-    return RoleShell(context, pool, core, open_sessions)
+    return RoleShell(context, WorkerCore(core), open_sessions)

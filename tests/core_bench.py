@@ -1,52 +1,41 @@
 """A worker's core with steps driven by hand. Checks every invariant after every event. What both roles' tests need."""
 
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from common.engine.contract.plan import StepPlan
-from common.engine.kv.block_pool import BlockPool
 from common.values.ids import AttemptId, RequestId, RouterId
 from common.values.messages import Cancel
+from common.worker.core import WorkerCore
 from common.worker.events import MessageReceived, RunStep, SendToRouter
 from tests.simkit.fake_engine import FakeRunner
 
 ROUTER = RouterId("router")
-EffectT = TypeVar("EffectT")
 
 
-class Core(Protocol[EffectT]):
-    """Of either role."""
+class CoreBench:
+    """Drives one core. `now_s` is the clock; `sent` is all that routers were sent; `plan` the running step."""
 
-    def handle(self, event: Any, now_s: float) -> Sequence[EffectT]: ...
-
-    def handle_deadline(self, now_s: float) -> Sequence[EffectT]: ...
-
-    def check_invariants(self) -> None: ...
-
-
-class CoreBench(Generic[EffectT]):
-    """Drives one core. `now_s` is the clock; `told` is all that routers were sent; `plan` the running step."""
-
-    def __init__(self, core: Core[EffectT], pool: BlockPool) -> None:
-        self._core = core
+    def __init__(self, core: WorkerCore[Any]) -> None:
+        self.core = core
         self.now_s = 100.0
-        self.pool = pool
-        self.runner = FakeRunner(pool.block_size)
+        self.pool = core.pool
+        self.runner = FakeRunner(core.pool.block_size)
         self.plan: StepPlan | None = None
-        self.effects: list[EffectT] = []
-        self.told: list[Any] = []
+        self.effects: list[Any] = []
+        self.sent: list[Any] = []
 
-    def handle(self, event: Any) -> list[EffectT]:
-        return self._perform(self._core.handle(event, self.now_s))
+    def handle(self, event: Any) -> list[Any]:
+        return self._perform(self.core.handle(event, self.now_s))
 
-    def advance(self, seconds: float) -> list[EffectT]:
+    def advance(self, seconds: float) -> list[Any]:
         self.now_s += seconds
-        return self._perform(self._core.handle_deadline(self.now_s))
+        return self._perform(self.core.handle_deadline(self.now_s))
 
-    def cancel(self, name: str, choices: tuple[int, ...] = ()) -> list[EffectT]:
+    def cancel(self, name: str, choices: tuple[int, ...] = ()) -> list[Any]:
         return self.handle(MessageReceived(ROUTER, Cancel(attempt(name), choices)))
 
-    def step(self, seconds: float = 0.01) -> list[EffectT]:
+    def step(self, seconds: float = 0.01) -> list[Any]:
         """Run the running step, and finish it."""
         raise NotImplementedError
 
@@ -69,14 +58,14 @@ class CoreBench(Generic[EffectT]):
         self.now_s += seconds
         return plan
 
-    def _perform(self, effects: Sequence[EffectT]) -> list[EffectT]:
-        self._core.check_invariants()
+    def _perform(self, effects: Sequence[Any]) -> list[Any]:
+        self.core.check_invariants()
         for effect in effects:
             if isinstance(effect, RunStep):
                 assert self.plan is None, "two steps at once"
                 self.plan = effect.plan
             elif isinstance(effect, SendToRouter):
-                self.told.append(effect.message)
+                self.sent.append(effect.message)
         self.effects += effects
         return list(effects)
 

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from common.cores.core_loop import CoreLoop
 from common.engine.contract.plan import StepResult
-from common.engine.kv.block_pool import BlockPool
 from common.values.ids import BlockHash, RouterId
-from common.values.messages import BlockHolder, Cancel, Drain, Prefill, Reserve, WorkerInfo, WorkerStats
+from common.values.messages import Cancel, Drain, Prefill, Reserve, WorkerInfo, WorkerStats
 from common.worker.audit import Audit, audit
 from common.worker.compute import ComputeThread
+from common.worker.core import WorkerCore
 from common.worker.events import (
     Drained,
     DrainRequested,
@@ -31,23 +31,6 @@ from common.worker.events import (
 from common.worker.lifecycle import WorkerContext
 from common.worker.processors import processors
 from common.worker.reporting import record_message, with_health
-
-
-# A role's event and effect unions are its own; the shell hands on what it does not know.
-class RoleCore(Protocol):
-    """What the shell needs of a role's core."""
-
-    def handle(self, event: Any, now_s: float) -> Sequence[Any]: ...
-
-    def handle_deadline(self, now_s: float) -> Sequence[Any]: ...
-
-    def next_deadline_s(self) -> float | None: ...
-
-    def check_invariants(self) -> None: ...
-
-    def stats(self, now_s: float) -> WorkerStats: ...
-
-    def holders(self, now_s: float) -> Sequence[BlockHolder]: ...
 
 
 class Sessions(Protocol):
@@ -69,13 +52,11 @@ class RoleShell:
     def __init__(
         self,
         context: WorkerContext,
-        pool: BlockPool,
-        core: RoleCore,
+        core: WorkerCore[Any],
         open_sessions: Callable[[Callable[[Any], None]], Sessions],
     ) -> None:
         self.drained = asyncio.Event()
         self._context = context
-        self._pool = pool
         self._core = core
         self._loop: CoreLoop[Any, Any] = CoreLoop(core, self._perform)
         self._sessions = open_sessions(self._loop.post)
@@ -105,10 +86,10 @@ class RoleShell:
         return with_health(self._core.stats(time.monotonic()), self._compute.step_age_s, self._context.config)
 
     def audit(self, info: WorkerInfo) -> Audit:
-        return audit(info, self._pool, self._core, time.monotonic())
+        return audit(info, self._core, time.monotonic())
 
     def cached_hashes(self) -> Sequence[BlockHash]:
-        return self._pool.cached_hashes()
+        return self._core.pool.cached_hashes()
 
     async def close(self) -> None:
         self._loop.close()

@@ -21,7 +21,7 @@ from common.engine.kv.block_pool import BlockPool
 from common.engine.model.decoder import Decoder
 from common.values.request import SamplingParams
 from common.wire.convert import worker_message_to_pb
-from decode_worker.events import RunStep, SendToRouter, StepFinished
+from common.worker.events import RunStep, SendToRouter, StepFinished
 from tests.bench.engine_bench import BLOCK_SIZE, CONTEXT, NUM_BLOCKS, load_runner
 from tests.core_bench import tokens
 from tests.decode_worker.harness import Bench, job

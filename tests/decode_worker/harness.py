@@ -2,17 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.scheduler import Limits
 from common.values.ids import AttemptId, RouterId, TransferId, WorkerRef
 from common.values.messages import AttemptFailed, Granted, HandoffReport, Refused, Reserve, TokenBatch, TransferFailed
 from common.values.request import FinishReason, SampledToken, SamplingParams, TokenEvent, Work
-from decode_worker.core import DecodeCore, DecodeLimits
-from decode_worker.events import (
-    DecodeEffect,
-    MessageReceived,
-    StepFinished,
-)
+from common.worker.core import WorkerCore
+from common.worker.events import MessageReceived, StepFinished
+from decode_worker.core import DecodeCore
 from kvtransfer.events import (
     AttemptReleased,
     CancelAnnounced,
@@ -74,8 +73,8 @@ class ScriptedReceiver:
         pass
 
 
-class Bench(CoreBench[DecodeEffect]):
-    """`told` holds what is in `Told`."""
+class Bench(CoreBench):
+    """`sent` holds what is in `Told`."""
 
     def __init__(
         self,
@@ -90,16 +89,16 @@ class Bench(CoreBench[DecodeEffect]):
     ) -> None:
         pool = pool or BlockPool(num_blocks, block_size)
         self.receiver = ScriptedReceiver()
-        limits = DecodeLimits(budget, max_num_seqs, max_num_waiting, reservation_timeout_s, gap_budget_s)
-        self.core = DecodeCore(pool, self.receiver, limits, {"model": "m"})
-        super().__init__(self.core, pool)
+        limits = Limits(budget, max_num_seqs, max_num_waiting, gap_budget_s)
+        self.role = DecodeCore(pool, self.receiver, limits, {"model": "m"}, reservation_timeout_s)
+        super().__init__(WorkerCore(self.role))
 
     # ---- events -------------------------------------------------------------------------------------
 
-    def reserve(self, work: Work, local: int = 0, router_id: RouterId = ROUTER) -> list[DecodeEffect]:
+    def reserve(self, work: Work, local: int = 0, router_id: RouterId = ROUTER) -> list[Any]:
         return self.handle(MessageReceived(router_id, Reserve(work, local)))
 
-    def deliver(self, work: Work, prefill_try: int = 0) -> list[DecodeEffect]:
+    def deliver(self, work: Work, prefill_try: int = 0) -> list[Any]:
         """The prefill worker's part: the missing KV is in the blocks, the first tokens are announced."""
         expected = self.receiver.expected[work.attempt_id]
         values = contents(work.token_ids)
@@ -109,19 +108,19 @@ class Bench(CoreBench[DecodeEffect]):
         transfer_id = TransferId(work.attempt_id, prefill_try)
         return self.handle(FinishAnnounced(PREFILL, transfer_id, 4, first))
 
-    def lose_transfer(self, name: str, prefill_try: int = 0) -> list[DecodeEffect]:
+    def lose_transfer(self, name: str, prefill_try: int = 0) -> list[Any]:
         return self.handle(CancelAnnounced(PREFILL, TransferId(attempt(name), prefill_try), "gone"))
 
-    def finish_writing(self, name: str) -> list[DecodeEffect]:
+    def finish_writing(self, name: str) -> list[Any]:
         return self.handle(ChunkWritten(TransferId(attempt(name), 0), 0))
 
     def start(self, work: Work) -> None:
         """Reserve and deliver at once."""
         self.reserve(work)
-        assert isinstance(self.told[-1], Granted), self.told[-1]
+        assert isinstance(self.sent[-1], Granted), self.sent[-1]
         self.deliver(work)
 
-    def step(self, seconds: float = 0.01) -> list[DecodeEffect]:
+    def step(self, seconds: float = 0.01) -> list[Any]:
         result = self.runner.run(self._take_plan(seconds))
         return self.handle(StepFinished(replace(result, duration_s=seconds)))
 
@@ -129,11 +128,11 @@ class Bench(CoreBench[DecodeEffect]):
 
     def messages(self, name: str) -> list[Told]:
         """Everything but tokens that was said of an attempt."""
-        told = [message for message in self.told if not isinstance(message, TokenBatch)]
+        told = [message for message in self.sent if not isinstance(message, TokenBatch)]
         return [message for message in told if message.attempt_id == attempt(name)]
 
     def events(self, name: str, number: int = 0) -> Iterator[TokenEvent]:
-        for batch in self.told:
+        for batch in self.sent:
             if isinstance(batch, TokenBatch):
                 for tokens in batch.attempts:
                     if tokens.attempt_id == attempt(name, number):

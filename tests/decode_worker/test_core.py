@@ -10,7 +10,7 @@ from common.values.messages import (
     TokenBatch,
 )
 from common.values.request import FinishReason, SampledToken, SamplingParams
-from decode_worker.events import (
+from common.worker.events import (
     SendToRouter,
 )
 from kvtransfer.events import FinishAnnounced, FirstToken
@@ -23,7 +23,7 @@ def test_one_attempt_from_reservation_to_last_token() -> None:
     bench = Bench()
     work = job("a", tokens(100), max_tokens=5)
     bench.reserve(work)
-    assert bench.told == [Granted(attempt("a"), 0, is_local=False)]
+    assert bench.sent == [Granted(attempt("a"), 0, is_local=False)]
     assert bench.counts() == (0, 7)
     bench.now_s += 1.0
     bench.deliver(work)
@@ -40,10 +40,10 @@ def test_report_comes_once_just_before_the_first_tokens() -> None:
     bench = Bench()
     bench.start(job("a", tokens(20)))
     bench.run_all()
-    kinds = [type(message) for message in bench.told]
+    kinds = [type(message) for message in bench.sent]
     assert kinds[:3] == [Granted, HandoffReport, TokenBatch]
     assert kinds.count(HandoffReport) == 1
-    assert bench.told[1] == HandoffReport(attempt("a"), 1000, 4, 0.5, 0.1, 0.0, 0, is_local=False)
+    assert bench.sent[1] == HandoffReport(attempt("a"), 1000, 4, 0.5, 0.1, 0.0, 0, is_local=False)
 
 
 def test_report_counts_the_time_until_the_attempt_joins_a_step() -> None:

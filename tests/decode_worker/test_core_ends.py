@@ -16,7 +16,7 @@ from common.values.messages import (
     WorkerState,
 )
 from common.values.request import SampledToken
-from decode_worker.events import (
+from common.worker.events import (
     Drained,
     DrainRequested,
     MessageReceived,
@@ -59,10 +59,10 @@ def test_cancel_during_a_step_keeps_blocks_until_it_ends() -> None:
     bench.start(job("a", tokens(40)))
     assert bench.cancel("a") == []
     assert bench.counts() == (3, 0)
-    num_told = len(bench.told)
+    num_told = len(bench.sent)
     bench.step()
     assert bench.counts() == (0, 0)
-    assert bench.told[num_told:] == []
+    assert bench.sent[num_told:] == []
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["cancel", "received", "cancel again", "deadline"])))
@@ -124,7 +124,7 @@ def test_tokens_of_the_step_that_fails_an_attempt_are_not_told() -> None:
     num_events = len(list(bench.events("a")))
     bench.runner.nan_sequences = {2}
     bench.step()
-    assert isinstance(bench.told[-1], AttemptFailed)
+    assert isinstance(bench.sent[-1], AttemptFailed)
     assert len(list(bench.events("a"))) == num_events
 
 

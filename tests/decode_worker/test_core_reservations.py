@@ -10,7 +10,7 @@ from common.values.messages import (
     Refused,
     TransferFailed,
 )
-from decode_worker.events import (
+from common.worker.events import (
     PublishBlocks,
 )
 from kvtransfer.events import ChunkAnnounced
@@ -119,10 +119,10 @@ def test_few_missing_tokens_are_prefilled_here() -> None:
     bench = Bench(budget=8)
     work = job("a", tokens(20), max_tokens=4)
     bench.reserve(work, local=20)
-    assert bench.told[0] == Granted(attempt("a"), 0, is_local=True)
+    assert bench.sent[0] == Granted(attempt("a"), 0, is_local=True)
     bench.run_all()
     assert bench.output("a") == expected_output(work, 0)
-    report = bench.told[1]
+    report = bench.sent[1]
     assert isinstance(report, HandoffReport)
     assert (report.is_local, report.num_bytes, report.decode_queue_s) == (True, 0, 0.0)
     assert report.local_prefill_s == pytest.approx(0.03)

@@ -12,7 +12,7 @@ import pytest
 from common.values.ids import RouterId
 from common.values.messages import AttemptFailed, Granted, Refused
 from common.values.request import SamplingParams, Work
-from decode_worker.events import Drained, DrainRequested, RouterLost, StepFailed
+from common.worker.events import Drained, DrainRequested, RouterLost, StepFailed
 from tests.core_bench import ROUTER, attempt, tokens
 from tests.decode_worker.harness import Bench
 from tests.simkit.fake_engine import VOCAB_SIZE, expected_output

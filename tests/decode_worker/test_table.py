@@ -8,7 +8,7 @@ from common.engine.contract.plan import StepResult
 from common.values.errors import InvalidTransition
 from common.values.ids import TransferId
 from common.values.request import SampledToken
-from decode_worker.events import DrainRequested, RouterLost, StepFailed, StepFinished
+from common.worker.events import DrainRequested, RouterLost, StepFailed, StepFinished
 from kvtransfer.events import (
     CancelAnnounced,
     ChunkAnnounced,
@@ -149,7 +149,7 @@ def test_event_in_state(event: str, state: str, outcome: str) -> None:
             EVENTS[event](bench)
         return
     EVENTS[event](bench)
-    record = bench.core._attempts.get(attempt("a"))
+    record = next((r for r in bench.role.state.requests.all if r.attempt_id == attempt("a")), None)
     assert ("-" if record is None else str(record.phase)) == outcome
     settle(bench)
 
@@ -161,4 +161,4 @@ def settle(bench: Bench) -> None:
     bench.finish_writing("a")
     bench.run_all()
     assert bench.counts() == (0, 0)
-    assert bench.core.next_deadline_s() in (None, bench.core._draining.next_s())
+    assert bench.core.next_deadline_s() in (None, bench.role.state.draining.next_s())

@@ -1,12 +1,16 @@
 """A prefill core with a scripted sender and hand-driven steps. Checks every invariant after every event."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from common.engine.contract.plan import SequenceResult, StepPlan, StepResult
 from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.scheduler import Limits
 from common.values.ids import RouterId, TransferId, WorkerRef
 from common.values.messages import AttemptFailed, FirstTokens, Prefill, Refused
 from common.values.request import SampledToken, SamplingParams, Work
+from common.worker.core import WorkerCore
+from common.worker.events import LayerComputed, MessageReceived, StepFinished
 from kvtransfer.events import (
     AcknowledgedByPeer,
     CancelledByPeer,
@@ -19,13 +23,7 @@ from kvtransfer.events import (
     TransferEnded,
     TransferStarted,
 )
-from prefill_worker.core import PrefillCore, PrefillLimits
-from prefill_worker.events import (
-    LayerComputed,
-    MessageReceived,
-    PrefillEffect,
-    StepFinished,
-)
+from prefill_worker.core import PrefillCore
 from tests.core_bench import ROUTER, CoreBench, attempt
 
 DECODE = WorkerRef("d0", "1")
@@ -76,8 +74,8 @@ class ScriptedSender:
         pass
 
 
-class Bench(CoreBench[PrefillEffect]):
-    """`told` holds FirstTokens, Refused and AttemptFailed."""
+class Bench(CoreBench):
+    """`sent` holds FirstTokens, Refused and AttemptFailed."""
 
     def __init__(
         self,
@@ -89,23 +87,23 @@ class Bench(CoreBench[PrefillEffect]):
     ) -> None:
         pool = BlockPool(num_blocks, block_size)
         self.sender = ScriptedSender()
-        limits = PrefillLimits(budget, max_num_seqs, max_num_waiting)
-        self.core = PrefillCore(pool, self.sender, limits, {"model": "m"}, NUM_LAYERS)
-        super().__init__(self.core, pool)
+        limits = Limits(budget, max_num_seqs, max_num_waiting)
+        self.role = PrefillCore(pool, self.sender, limits, {"model": "m"}, NUM_LAYERS)
+        super().__init__(WorkerCore(self.role))
 
-    def prefill(self, message: Prefill, router_id: RouterId = ROUTER) -> list[PrefillEffect]:
+    def prefill(self, message: Prefill, router_id: RouterId = ROUTER) -> list[Any]:
         return self.handle(MessageReceived(router_id, message))
 
-    def acknowledge(self, name: str, prefill_try: int = 0) -> list[PrefillEffect]:
+    def acknowledge(self, name: str, prefill_try: int = 0) -> list[Any]:
         return self.handle(AcknowledgedByPeer(TransferId(attempt(name), prefill_try)))
 
-    def lose_transfer(self, name: str, prefill_try: int = 0) -> list[PrefillEffect]:
+    def lose_transfer(self, name: str, prefill_try: int = 0) -> list[Any]:
         return self.handle(CancelledByPeer(TransferId(attempt(name), prefill_try), "gone"))
 
-    def lose_link(self) -> list[PrefillEffect]:
+    def lose_link(self) -> list[Any]:
         return self.handle(PeerLost(DECODE, "gone"))
 
-    def step(self, seconds: float = 0.01) -> list[PrefillEffect]:
+    def step(self, seconds: float = 0.01) -> list[Any]:
         """With its layers."""
         plan = self._take_plan(seconds)
         result = self.runner.run(plan)
@@ -119,7 +117,7 @@ class Bench(CoreBench[PrefillEffect]):
         return [transfer_id for transfer_id in self.sender.active if transfer_id in done]
 
     def messages(self, name: str) -> list[FirstTokens | Refused | AttemptFailed]:
-        return [message for message in self.told if message.attempt_id == attempt(name)]
+        return [message for message in self.sent if message.attempt_id == attempt(name)]
 
     def first_tokens(self, name: str) -> FirstTokens:
         (message,) = self.messages(name)

@@ -17,3 +17,13 @@ def test_holdings_follow_a_request_from_its_blocks_to_their_release() -> None:
     assert computed.time_left_s < running.time_left_s
     bench.acknowledge("a")
     assert bench.core.holders(bench.now_s) == []
+
+
+def test_a_prompt_that_ended_during_a_step_holds_its_blocks_until_the_step_is_over() -> None:
+    bench = Bench()
+    bench.prefill(prompt("a", tokens(20)))
+    bench.cancel("a")
+    (ended,) = bench.core.holders(bench.now_s)
+    assert (ended.phase, ended.num_blocks) == ("ended, in a step", bench.pool.num_blocks_for(20))
+    bench.step()
+    assert bench.core.holders(bench.now_s) == []

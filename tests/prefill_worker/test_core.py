@@ -4,15 +4,15 @@ import pytest
 
 from common.values.ids import TransferId
 from common.values.request import FinishReason, SamplingParams
+from common.worker.events import (
+    PublishBlocks,
+    RunStep,
+    StepFinished,
+)
 from kvtransfer.events import (
     FirstTokensSampled,
     TokensComputed,
     TransferStarted,
-)
-from prefill_worker.events import (
-    PublishBlocks,
-    RunStep,
-    StepFinished,
 )
 from tests.core_bench import attempt, tokens
 from tests.prefill_worker.harness import NUM_LAYERS, Bench, prompt

@@ -7,11 +7,8 @@ import pytest
 from common.engine.contract.plan import StepResult
 from common.values.errors import InvalidTransition
 from common.values.ids import RouterId
-from common.values.messages import AttemptFailed, Cancel, FirstTokens, Refused, WorkerState
-from kvtransfer.events import (
-    TransferCancelRequested,
-)
-from prefill_worker.events import (
+from common.values.messages import AttemptFailed, Cancel, FirstTokens, Refused, Reserve, WorkerState
+from common.worker.events import (
     Drained,
     DrainRequested,
     LayerComputed,
@@ -20,6 +17,9 @@ from prefill_worker.events import (
     SendToRouter,
     StepFailed,
     StepFinished,
+)
+from kvtransfer.events import (
+    TransferCancelRequested,
 )
 from tests.core_bench import ROUTER, attempt, tokens
 from tests.prefill_worker.harness import Bench, failed_result, prompt
@@ -280,11 +280,13 @@ def test_old_or_equal_try_is_ignored() -> None:
 
 def test_same_try_again_while_it_is_ending_is_refused_for_now() -> None:
     bench = Bench()
+    bench.sender.is_packing = True
     bench.prefill(prompt("a", tokens(100)))
     bench.cancel("a")
     bench.prefill(prompt("a", tokens(100)))
     assert refusal(bench, "a")[1]
     bench.run_all()
+    bench.lose_transfer("a")
     assert bench.counts() == (0, 0)
 
 
@@ -294,8 +296,11 @@ def test_local_events_out_of_place_raise_with_the_history() -> None:
         with pytest.raises(InvalidTransition, match="history"):
             bench.core.handle(event, bench.now_s)
     bench.prefill(prompt("a", tokens(100)))
-    with pytest.raises(InvalidTransition, match="MessageReceived"):
+    with pytest.raises(InvalidTransition, match="DrainRequested"):
+        bench.handle(DrainRequested(1.0))
         bench.core.handle(LayerComputed(7, 1), bench.now_s)
+    with pytest.raises(InvalidTransition, match="MessageReceived"):
+        bench.core.handle(MessageReceived(ROUTER, Reserve(prompt("a", tokens(4)).work)), bench.now_s)
 
 
 def test_cancel_of_something_unknown_is_ignored() -> None:

@@ -7,14 +7,28 @@ whatever was cancelled, recycled or computed meanwhile. First anything may happe
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from common.engine.contract.plan import StepPlan, StepResult
 from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.scheduler import Limits
 from common.values.ids import BlockHash, RouterId, TransferId, WorkerRef
 from common.values.messages import AttemptFailed, Cancel, FirstTokens, Prefill, Refused
 from common.values.request import SamplingParams, Work
+from common.worker.core import WorkerCore
+from common.worker.events import (
+    DrainRequested,
+    LayerComputed,
+    MessageReceived,
+    PublishBlocks,
+    RouterLost,
+    RunStep,
+    SendToRouter,
+    StepFailed,
+    StepFinished,
+)
 from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.events import (
     AcknowledgedByPeer,
@@ -31,20 +45,7 @@ from kvtransfer.events import (
     SendFinished,
 )
 from kvtransfer.sender.core import SenderCore
-from prefill_worker.core import PrefillCore, PrefillLimits
-from prefill_worker.events import (
-    DrainRequested,
-    LayerComputed,
-    MessageReceived,
-    PrefillEffect,
-    PrefillEvent,
-    PublishBlocks,
-    RouterLost,
-    RunStep,
-    SendToRouter,
-    StepFailed,
-    StepFinished,
-)
+from prefill_worker.core import PrefillCore
 from tests.core_bench import ROUTER, attempt, tokens
 from tests.prefill_worker.harness import NUM_LAYERS
 from tests.simkit.fake_engine import FakeRunner, contents, expected_output
@@ -75,8 +76,8 @@ class Life:
         self.pool = BlockPool(rng.randint(6, 30), block_size)
         planner = ChunkPlanner(NUM_LAYERS, 10, min_chunk_bytes=rng.choice([1, 200, 10_000]))
         sender = SenderCore(planner, max_inflight_bytes=rng.choice([500, 100_000]), link_timeout_s=20.0)
-        limits = PrefillLimits(rng.choice([1, 3, 8, 64]), rng.choice([1, 2, 8]), rng.choice([0, 2, 8]))
-        self.core = PrefillCore(self.pool, sender, limits, {"model": "m"}, NUM_LAYERS)
+        limits = Limits(rng.choice([1, 3, 8, 64]), rng.choice([1, 2, 8]), rng.choice([0, 2, 8]))
+        self.core = WorkerCore(PrefillCore(self.pool, sender, limits, {"model": "m"}, NUM_LAYERS))
         self.runner = FakeRunner(block_size)
         self.plan: StepPlan | None = None
         self.result: StepResult | None = None
@@ -218,10 +219,10 @@ class Life:
 
     # ---- effects ------------------------------------------------------------------------------------
 
-    def handle(self, event: PrefillEvent) -> None:
+    def handle(self, event: Any) -> None:
         self.perform(self.core.handle(event, self.now_s))
 
-    def perform(self, effects: list[PrefillEffect]) -> None:
+    def perform(self, effects: list[Any]) -> None:
         self.core.check_invariants()
         for effect in effects:
             match effect:
@@ -240,7 +241,7 @@ class Life:
             if isinstance(effect, DropPeer):
                 self.lose_peer(effect.peer)
 
-    def perform_transfer(self, effect: PrefillEffect) -> None:
+    def perform_transfer(self, effect: Any) -> None:
         match effect:
             case ConnectPeer(peer):
                 self.peers[peer].is_connecting = True

@@ -6,8 +6,8 @@ import pytest
 
 from common.values.errors import InvalidTransition
 from common.values.ids import TransferId, WorkerRef
+from common.worker.events import DrainRequested, LayerComputed, RouterLost, StepFailed, StepFinished
 from kvtransfer.events import CancelledByPeer, ChunkPacked, ChunkSent, PeerLost, PeerReady
-from prefill_worker.events import DrainRequested, LayerComputed, RouterLost, StepFailed, StepFinished
 from tests.core_bench import ROUTER, attempt, tokens
 from tests.prefill_worker.harness import DECODE, Bench, prompt
 
@@ -38,7 +38,8 @@ def computed(bench: Bench) -> None:
     bench.step()
 
 
-def ending_in_step(bench: Bench) -> None:
+def ended_in_step(bench: Bench) -> None:
+    """Its sequence has blocks until the running step is over; nothing else knows of it."""
     ask(bench)
     bench.cancel("a")
 
@@ -49,7 +50,7 @@ def ending_in_transfer(bench: Bench) -> None:
     bench.cancel("a")
 
 
-STATES: list[Callable[[Bench], None]] = [absent, waiting, running, computed, ending_in_step, ending_in_transfer]
+STATES: list[Callable[[Bench], None]] = [absent, waiting, running, computed, ended_in_step, ending_in_transfer]
 
 
 def step_id(bench: Bench) -> int:
@@ -95,21 +96,21 @@ EVENTS: dict[str, Callable[[Bench], object]] = {
 
 # One column per state. "-" = nothing of the attempt is known, "!" = raises InvalidTransition.
 TABLE = """
-                        absent   waiting  running         computed  ending_in_step  ending_in_transfer
-same try                running  waiting  running         computed  ending          ending
-older try               running  waiting  running         computed  ending+waiting  ending+running
-newer try               running  waiting  ending+waiting  running   ending+waiting  ending+running
-cancel                  -        -        ending          -         ending          ending
-router lost             -        -        ending          -         ending          ending
-layer                   !        waiting  running         !         ending          !
+                        absent   waiting  running         computed  ended_in_step   ending_in_transfer
+same try                running  waiting  running         computed  waiting         ending
+older try               running  waiting  running         computed  waiting         ending+running
+newer try               running  waiting  waiting         running   waiting         ending+running
+cancel                  -        -        -               -         -               ending
+router lost             -        -        -               -         -               ending
+layer                   !        waiting  running         !         -               !
 layer of another step   !        !        !               !         !               !
 step finished           !        running  computed        !         -               !
 step failed             !        running  -               !         -               !
-acknowledged            -        waiting  !               -         ending          -
-cancelled by peer       -        waiting  ending          -         ending          -
-network noise           -        waiting  running         computed  ending          ending
-deadline                -        -        ending          -         ending          -
-drain                   -        waiting  running         computed  ending          ending
+acknowledged            -        waiting  !               -         -               -
+cancelled by peer       -        waiting  -               -         -               -
+network noise           -        waiting  running         computed  -               ending
+deadline                -        -        -               -         -               -
+drain                   -        waiting  running         computed  -               ending
 """
 
 
@@ -138,7 +139,7 @@ def test_event_in_state(event: str, state: str, outcome: str) -> None:
             EVENTS[event](bench)
         return
     EVENTS[event](bench)
-    phases = [str(r.phase) for r in bench.core._requests.values() if r.work.attempt_id == attempt("a")]
+    phases = [str(r.phase) for r in reversed(bench.role.state.requests.all) if r.attempt_id == attempt("a")]
     assert ("+".join(phases) or "-") == outcome
     settle(bench)
 
@@ -150,4 +151,4 @@ def settle(bench: Bench) -> None:
         for transfer_id in list(bench.sender.active):
             bench.handle(CancelledByPeer(transfer_id, "over"))
     assert bench.counts() == (0, 0)
-    assert bench.core.next_deadline_s() in (None, bench.core._draining.next_s())
+    assert bench.core.next_deadline_s() in (None, bench.role.state.draining.next_s())

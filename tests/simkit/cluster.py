@@ -14,12 +14,7 @@ from common.values.errors import PeerError
 from common.values.hashing import block_hashes, hash_root
 from common.values.ids import RequestId, RouterId, WorkerRef
 from common.values.messages import Cancel, Drain, Prefill, Reserve, Role
-from decode_worker.events import DrainRequested as DecodeDrain
-from decode_worker.events import MessageReceived as DecodeMessage
-from decode_worker.events import RouterLost as DecodeRouterLost
-from prefill_worker.events import DrainRequested as PrefillDrain
-from prefill_worker.events import MessageReceived as PrefillMessage
-from prefill_worker.events import RouterLost as PrefillRouterLost
+from common.worker.events import DrainRequested, MessageReceived, RouterLost
 from router.core.core import RouterCore
 from router.core.events import (
     Deliver,
@@ -150,8 +145,7 @@ class SimCluster:
         if connection.is_told_to_worker:
             return
         connection.is_told_to_worker = True
-        is_prefill = connection.worker.role is Role.PREFILL
-        connection.worker.post((PrefillRouterLost if is_prefill else DecodeRouterLost)(connection.router_id))
+        connection.worker.post(RouterLost(connection.router_id))
 
     def _tell_router(self, connection: Connection, router: Node, reason: str) -> None:
         connection.to_router.close()
@@ -210,7 +204,7 @@ class SimCluster:
     def drain(self, name: str, grace_s: float) -> None:
         worker = self.workers[name]
         self.note(f"drain {worker.ref}")
-        worker.post(PrefillDrain(grace_s) if worker.role is Role.PREFILL else DecodeDrain(grace_s))
+        worker.post(DrainRequested(grace_s))
 
     def note(self, text: str) -> None:
         self.log.append(f"{self.time.now_s:.6f} {text}")
@@ -259,8 +253,7 @@ class SimCluster:
         worker, router_id = connection.worker, connection.router_id
         match message:
             case Prefill() | Reserve() | Cancel():
-                received = PrefillMessage if worker.role is Role.PREFILL else DecodeMessage
-                worker.post(received(router_id, message))
+                worker.post(MessageReceived(router_id, message))
             case Drain(grace_s):
                 self.drain(worker.ref.worker_id, grace_s)
 

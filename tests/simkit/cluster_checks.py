@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from common.values.messages import Role
 from tests.simkit.small_process import BLOCK_SIZE
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def check_quiet(world: "ClusterWorld") -> None:
 
 def identity_facts(world: "ClusterWorld") -> object:
     """Whether a write came by the link that a peer has now, and is of the expectation that stands now."""
-    receivers = [p.core._receiver for p in world.processes.values() if hasattr(p.core, "_receiver")]
+    receivers = [p.core.role.transfers for p in world.processes.values() if p.role is Role.DECODE]
     return [
         (receiver._peers.get(write.peer.ref) is write.peer, receiver._attempts.get(key) is write.attempt)
         for receiver in receivers

@@ -46,9 +46,9 @@ MUTANTS = (
     ),
     Mutant(
         "the prefill worker frees KV before it is acknowledged",
-        "prefill_worker.request:PrefillRequest.is_busy",
-        "self.num_scheduled > 0 or self.is_transferring",
-        "self.num_scheduled > 0",
+        "prefill_worker.core:PrefillCore._start_transfer",
+        "request.block_table = sequence.block_table",
+        "request.block_table = ()",
         ("cluster: the client leaves", "simulator"),
     ),
     Mutant(
@@ -141,7 +141,7 @@ MUTANTS = (
     Mutant(
         "a link lost after the first tokens is not told",
         "prefill_worker.core:PrefillCore._on_transfer_ended",
-        "request.phase is Phase.COMPUTED and ended.outcome is Outcome.LINK_LOST",
+        "ended.outcome is Outcome.LINK_LOST",
         "False",
         (
             "cluster: a session breaks",

@@ -8,25 +8,17 @@ from typing import Any, Protocol
 from common.cluster.memory import InMemoryIndex
 from common.cluster.protocol import Registration
 from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.scheduler import Limits
 from common.values.ids import RouterId, WorkerRef
 from common.values.messages import Role, WorkerInfo, WorkerMessage, WorkerStats
 from common.values.request import Fingerprint
-from decode_worker.core import DecodeCore, DecodeLimits
-from decode_worker.events import PublishBlocks as DecodePublishes
-from decode_worker.events import RunStep as DecodeRuns
-from decode_worker.events import SendToRouter as DecodeSends
-from decode_worker.events import StepFailed as DecodeStepFailed
-from decode_worker.events import StepFinished as DecodeStepFinished
+from common.worker.core import WorkerCore
+from common.worker.events import LayerComputed, PublishBlocks, RunStep, SendToRouter, StepFailed, StepFinished
+from decode_worker.core import DecodeCore
 from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.receiver.core import ReceiverCore
 from kvtransfer.sender.core import SenderCore
-from prefill_worker.core import PrefillCore, PrefillLimits
-from prefill_worker.events import LayerComputed
-from prefill_worker.events import PublishBlocks as PrefillPublishes
-from prefill_worker.events import RunStep as PrefillRuns
-from prefill_worker.events import SendToRouter as PrefillSends
-from prefill_worker.events import StepFailed as PrefillStepFailed
-from prefill_worker.events import StepFinished as PrefillStepFinished
+from prefill_worker.core import PrefillCore
 from tests.simkit.layered_engine import NUM_LAYERS, LayeredEngine
 from tests.simkit.virtual_time import VirtualTime
 
@@ -122,14 +114,14 @@ class SimWorker(Node):
         self.failing_steps = 0
         self._rng = rng
         fields = dict(FINGERPRINT.fields)
-        core: AnyCore
         if role is Role.PREFILL:
             self.transfers: Any = SenderCore(planner, 1024, LINK_TIMEOUT_S)
-            core = PrefillCore(self.pool, self.transfers, PrefillLimits(24, 4, 16), fields, NUM_LAYERS)
+            role_core: Any = PrefillCore(self.pool, self.transfers, Limits(24, 4, 16), fields, NUM_LAYERS)
         else:
             self.transfers = ReceiverCore(planner, 1024, LINK_TIMEOUT_S)
-            core = DecodeCore(self.pool, self.transfers, DecodeLimits(24, 6, 16, 15.0, gap_budget_s=0.02), fields)
-        super().__init__(str(ref), core, time, rng.uniform(0.0, 1e4))
+            limits = Limits(24, 6, 16, gap_budget_s=0.02)
+            role_core = DecodeCore(self.pool, self.transfers, limits, fields, reservation_timeout_s=15.0)
+        super().__init__(str(ref), WorkerCore(role_core), time, rng.uniform(0.0, 1e4))
         self.info = WorkerInfo(
             ref=ref,
             role=role,
@@ -157,24 +149,23 @@ class SimWorker(Node):
 
     def _perform(self, effect: Any) -> None:
         match effect:
-            case PrefillRuns() | DecodeRuns():
+            case RunStep():
                 self._run_step(effect)
-            case PrefillSends(router_id, message) | DecodeSends(router_id, message):
+            case SendToRouter(router_id, message):
                 self.send(router_id, message)
-            case PrefillPublishes(stored, evicted) | DecodePublishes(stored, evicted):
+            case PublishBlocks(stored, evicted):
                 self.index.writer(self.ref).publish(stored, evicted)
             case _:
                 self.network(self, effect)
 
-    def _run_step(self, effect: PrefillRuns | DecodeRuns) -> None:
+    def _run_step(self, effect: RunStep) -> None:
         plan = effect.plan
         duration_s = (
             (STEP_OVERHEAD_S + SECONDS_PER_TOKEN * plan.num_tokens) * self.slowness * self._rng.uniform(0.8, 1.2)
         )
         if self.failing_steps:
             self.failing_steps -= 1
-            failed = PrefillStepFailed if self.role is Role.PREFILL else DecodeStepFailed
-            self._time.after(duration_s, lambda: self.post(failed(plan.step_id, "RuntimeError")))
+            self._time.after(duration_s, lambda: self.post(StepFailed(plan.step_id, "RuntimeError")))
             return
         self.engine.begin(plan)
         for layer in range(NUM_LAYERS):
@@ -182,11 +173,11 @@ class SimWorker(Node):
             self._time.after(delay_s, lambda layer=layer: self._layer(effect, layer))  # type: ignore[misc]
         self._time.after(duration_s, lambda: self._end_step(effect, duration_s))
 
-    def _layer(self, effect: PrefillRuns | DecodeRuns, layer: int) -> None:
+    def _layer(self, effect: RunStep, layer: int) -> None:
         self.engine.compute_layer(effect.plan, layer)
-        if isinstance(effect, PrefillRuns) and effect.reports_layers:
+        if effect.reports_layers:
             self.post(LayerComputed(effect.plan.step_id, layer + 1))
 
-    def _end_step(self, effect: PrefillRuns | DecodeRuns, duration_s: float) -> None:
+    def _end_step(self, effect: RunStep, duration_s: float) -> None:
         result = self.engine.finish(effect.plan, duration_s)
-        self.post(PrefillStepFinished(result) if self.role is Role.PREFILL else DecodeStepFinished(result))
+        self.post(StepFinished(result))

@@ -1,15 +1,16 @@
 """A worker process of a `ClusterWorld`: a production core over a tiny pool, and its compute, layer by layer."""
 
-from collections import deque
 from typing import Any
 
 from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.scheduler import Limits
 from common.values.messages import Role, WorkerInfo
 from common.values.request import Fingerprint
+from common.worker.core import WorkerCore
 from common.worker.events import LayerComputed, RunStep, StepFinished
-from decode_worker.core import DecodeCore, DecodeLimits
-from prefill_worker.core import PrefillCore, PrefillLimits
-from tests.simkit.handoff_parts import new_receiver, new_sender, ref_of
+from decode_worker.core import DecodeCore
+from prefill_worker.core import PrefillCore
+from tests.simkit.handoff_parts import Silent, new_receiver, new_sender, ref_of
 from tests.simkit.layered_engine import NUM_LAYERS, LayeredEngine
 
 NUM_BLOCKS, BLOCK_SIZE = 2, 4
@@ -25,12 +26,13 @@ class SmallProcess:
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
         self.engine = LayeredEngine(BLOCK_SIZE)
         self.step: tuple[RunStep, int] | None = None
-        self.core: Any
+        role_core: Any
         if role is Role.PREFILL:
-            self.core = PrefillCore(self.pool, new_sender(), PrefillLimits(chunk_tokens, 1, 4), {}, NUM_LAYERS)
+            role_core = PrefillCore(self.pool, new_sender(), Limits(chunk_tokens, 1, 4), {}, NUM_LAYERS)
         else:
-            self.core = DecodeCore(self.pool, new_receiver(), DecodeLimits(4, 2, 4, 1e6), {})
-        self.core._history = deque(maxlen=0)  # what was is not part of what is
+            role_core = DecodeCore(self.pool, new_receiver(), Limits(4, 2, 4), {}, reservation_timeout_s=1e6)
+        role_core.state.history = Silent()  # what was is not part of what is
+        self.core: WorkerCore[Any] = WorkerCore(role_core)
 
     @property
     def info(self) -> WorkerInfo:

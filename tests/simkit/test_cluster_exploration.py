@@ -2,6 +2,7 @@
 
 import pytest
 
+from common.engine.kv.block_pool import RefKind
 from prefill_worker.core import PrefillCore
 from prefill_worker.request import PrefillRequest
 from router.core.request_state import Choice
@@ -33,8 +34,15 @@ def test_the_explorer_finds_a_token_that_is_delivered_twice(monkeypatch: pytest.
 
 
 def test_the_explorer_finds_blocks_that_are_given_back_under_a_pack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill worker that frees what a cancelled request held without waiting for the transfer's end."""
-    monkeypatch.setattr(PrefillRequest, "is_busy", property(lambda self: self.num_scheduled > 0))
+    """A prefill worker that gives back what a cancelled request held without waiting for the transfer's end."""
+    real = PrefillCore.end
+
+    def end(self: PrefillCore, request: PrefillRequest, reason: str, now_s: float) -> None:
+        self.state.scheduler.blocks.pool.release(request.block_table, RefKind.HELD)
+        request.block_table = ()
+        real(self, request, reason, now_s)
+
+    monkeypatch.setattr(PrefillCore, "end", end)
     with pytest.raises(Violation, match=r"is free while|end of unknown transfer|AssertionError"):
         Setting({"leave": 1}, {"chunk_tokens": 2}).explore()
 
@@ -44,9 +52,9 @@ def test_the_explorer_finds_a_lost_link_that_nobody_tells(monkeypatch: pytest.Mo
     real = PrefillCore._on_transfer_ended
 
     def keep_quiet(self: PrefillCore, ended: object, now_s: float) -> None:
-        num_effects = len(self._effects)
+        num_effects = len(self.state.effects)
         real(self, ended, now_s)  # type: ignore[arg-type]
-        del self._effects[num_effects:]
+        del self.state.effects[num_effects:]
 
     monkeypatch.setattr(PrefillCore, "_on_transfer_ended", keep_quiet)
     with pytest.raises(Violation, match="deadline"):

@@ -4,14 +4,17 @@ A block is in exactly one of four states:
 
     used    some request computes with it          (a USED reference)
     held    reserved or in a handoff               (a HELD reference, none USED)
-    cached  nobody refers to it, its content is known by hash and can be found again
-    free    nobody refers to it, content worthless
+    cached  without references, its content is known by hash and can be found again
+    free    without references, content worthless
 
     free --allocate--> used | held --release--> cached (hash registered) | free
     cached --acquire--> used | held;  cached --allocate, least recently released first--> used | held
 
 Callers release whole block tables in order. Later blocks of a table are then recycled before earlier ones, so a
 chain of hashes never loses a parent before its child, and the longest prefix can be found by scanning forward.
+
+What can be found is changed by `register`, `unregister` and `allocate`; each returns what it changed, so that the
+caller can tell the prefix index, or copy an evicted block away before it is written.
 """
 
 from collections import OrderedDict
@@ -40,6 +43,17 @@ class PoolStats:
     held: int
 
 
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Blocks handed out. `evicted`: hashes that are not found any more -> the block that holds the content.
+
+    The content is in place until the first write to the block: the moment at which another tier could take it.
+    """
+
+    block_ids: tuple[int, ...]
+    evicted: dict[BlockHash, int]
+
+
 class BlockPool:
     """Owns the state of `num_blocks` blocks. All operations are O(1) per block."""
 
@@ -57,8 +71,6 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._block_to_hash: list[BlockHash | None] = [None] * num_blocks
         self._hash_to_blocks: dict[BlockHash, dict[int, None]] = {}  # several blocks may hold the same content
-        self._announced: set[BlockHash] = set()
-        self._changed: dict[BlockHash, None] = {}
 
     @property
     def num_available(self) -> int:
@@ -74,15 +86,19 @@ class BlockPool:
 
     # ---- references ---------------------------------------------------------------------------------
 
-    def allocate(self, num: int, kind: RefKind) -> list[int] | None:
-        """`num` blocks with one new reference each, or None and no change when fewer are available."""
+    def allocate(self, num: int, kind: RefKind) -> Allocation | None:
+        """`num` blocks with one new reference each, or None and no change when fewer are available.
+
+        Free blocks first, then cached ones, the least recently released first.
+        """
         assert num >= 0
         if num > self.num_available:
             return None
-        blocks = [self._take_block() for _ in range(num)]
+        evicted: dict[BlockHash, int] = {}
+        blocks = tuple(self._take_block(evicted) for _ in range(num))
         for block in blocks:
             self._add_ref(block, kind)
-        return blocks
+        return Allocation(blocks, evicted)
 
     def acquire(self, blocks: Sequence[int], kind: RefKind) -> None:
         """One more reference on each of `blocks`, which must be cached or referenced."""
@@ -127,45 +143,30 @@ class BlockPool:
             blocks.append(next(iter(candidates)))
         return blocks
 
-    def register(self, block: int, block_hash: BlockHash) -> None:
-        """The referenced, full `block` holds the content of `block_hash` and will not be written again."""
+    def register(self, block: int, block_hash: BlockHash) -> bool:
+        """The referenced, full `block` holds the content of `block_hash` and will not be written again.
+
+        True when no other block holds it: from now on it can be found.
+        """
         self._check_id(block)
         assert self.ref_count(block) > 0, f"register of unreferenced block {block}"
         if self._block_to_hash[block] == block_hash:
-            return
+            return False
         assert self._block_to_hash[block] is None, f"block {block} is registered under another hash"
         self._block_to_hash[block] = block_hash
-        self._hash_to_blocks.setdefault(block_hash, {})[block] = None
-        self._changed[block_hash] = None
+        copies = self._hash_to_blocks.setdefault(block_hash, {})
+        copies[block] = None
+        return len(copies) == 1
 
-    def unregister(self, blocks: Sequence[int]) -> None:
-        """The content of these referenced blocks is not to be trusted: nobody may find it again."""
+    def unregister(self, blocks: Sequence[int]) -> list[BlockHash]:
+        """The content of these referenced blocks is not to be trusted. Returns the hashes not found any more."""
         for block in blocks:
             assert self.ref_count(block) > 0, f"unregister of unreferenced block {block}"
-            self._forget_hash(block)
-
-    def is_registered(self, block: int) -> bool:
-        return self._block_to_hash[block] is not None
+        return [gone for block in blocks if (gone := self._forget_hash(block)) is not None]
 
     def cached_hashes(self) -> list[BlockHash]:
         """Everything findable now, each hash once: what the index should hold for this worker."""
         return list(self._hash_to_blocks)
-
-    def take_index_changes(self) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
-        """(stored, evicted) since the last call; a hash with several copies is stored once, evicted with the last."""
-        if not self._changed:
-            return (), ()
-        present = [block_hash for block_hash in self._changed if block_hash in self._hash_to_blocks]
-        stored = tuple(block_hash for block_hash in present if block_hash not in self._announced)
-        evicted = tuple(
-            block_hash
-            for block_hash in self._changed
-            if block_hash in self._announced and block_hash not in self._hash_to_blocks
-        )
-        self._announced.update(stored)
-        self._announced.difference_update(evicted)
-        self._changed.clear()
-        return stored, evicted
 
     # ---- invariants ---------------------------------------------------------------------------------
 
@@ -191,11 +192,13 @@ class BlockPool:
 
     # ---- private ------------------------------------------------------------------------------------
 
-    def _take_block(self) -> int:
+    def _take_block(self, evicted: dict[BlockHash, int]) -> int:
         if self._free:
             return self._free.pop()
         block, _ = self._cached.popitem(last=False)
-        self._forget_hash(block)
+        block_hash = self._forget_hash(block)
+        if block_hash is not None:
+            evicted[block_hash] = block
         return block
 
     def _recycle(self, block: int) -> None:
@@ -204,16 +207,18 @@ class BlockPool:
         else:
             self._cached[block] = None
 
-    def _forget_hash(self, block: int) -> None:
+    def _forget_hash(self, block: int) -> BlockHash | None:
+        """The hash that cannot be found any more; None when another copy is left, or there was none."""
         block_hash = self._block_to_hash[block]
         if block_hash is None:
-            return
+            return None
         self._block_to_hash[block] = None
         copies = self._hash_to_blocks[block_hash]
         del copies[block]
-        if not copies:
-            del self._hash_to_blocks[block_hash]
-            self._changed[block_hash] = None
+        if copies:
+            return None
+        del self._hash_to_blocks[block_hash]
+        return block_hash
 
     def _add_ref(self, block: int, kind: RefKind) -> None:
         self._count(block, -1)

@@ -15,6 +15,8 @@ class Core:
 
     def __init__(self, problem: str = "") -> None:
         self._problem = problem
+        self.pool = BlockPool(8, 16)
+        self.pool.allocate(3, RefKind.HELD)
 
     def check_invariants(self) -> None:
         assert not self._problem, self._problem
@@ -23,20 +25,14 @@ class Core:
         return [BlockHolder(ATTEMPT, "reserved", 3, now_s - 1.0, 9.0 - now_s)]
 
 
-def pool() -> BlockPool:
-    blocks = BlockPool(8, 16)
-    blocks.allocate(3, RefKind.HELD)
-    return blocks
-
-
 def test_an_audit_says_who_holds_what_and_for_how_long() -> None:
-    found = audit(INFO, pool(), Core(), 5.0)
+    found = audit(INFO, Core(), 5.0)
     holder = BlockHolder(ATTEMPT, "reserved", 3, 4.0, 4.0)
     assert found == Audit(INFO.ref, Role.DECODE, PoolStats(8, 0, 0, 5, 3), (holder,), ())
 
 
 def test_an_invariant_that_does_not_hold_is_reported_and_not_raised() -> None:
-    (problem,) = audit(INFO, pool(), Core("block 3 is held without an owner"), 5.0).problems
+    (problem,) = audit(INFO, Core("block 3 is held without an owner"), 5.0).problems
     assert problem.startswith("block 3 is held without an owner")
 
 

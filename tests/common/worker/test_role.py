@@ -50,8 +50,7 @@ async def test_a_step_that_is_planned_after_the_end_is_dropped_without_a_failure
     loaded = SimpleNamespace(runner=runner)
     config = WorkerConfig(role="prefill", worker_id="prefill-0", model=ModelConfig(path="none"))
     around: Any = SimpleNamespace(loaded=loaded, config=config, metrics=metrics)
-    pool: Any = None
-    shell = RoleShell(around, pool, core, lambda post: NoSessions())  # type: ignore[arg-type]
+    shell = RoleShell(around, core, lambda post: NoSessions())  # type: ignore[arg-type]
     await shell.close()
     shell.on_router_lost(RouterId("r0"))
     assert await shell.is_quiet(60)

@@ -1,8 +1,8 @@
-"""The block pool: counts, sharing, eviction, and what it tells the prefix index."""
+"""The block pool: counts, sharing, eviction, and what each operation says that it changed."""
 
 import pytest
 
-from common.engine.kv.block_pool import BlockPool, RefKind
+from common.engine.kv.block_pool import Allocation, BlockPool, RefKind
 from common.values.hashing import block_hashes, hash_root
 from common.values.ids import BlockHash
 
@@ -18,13 +18,17 @@ def compute(pool: BlockPool, hashes: list[BlockHash]) -> list[int]:
     """What a request does: reuse the prefix, allocate the rest, register all."""
     blocks = pool.match_prefix(hashes)
     pool.acquire(blocks, USED)
-    fresh = pool.allocate(len(hashes) - len(blocks), USED)
-    assert fresh is not None
-    blocks += fresh
+    blocks += take(pool, len(hashes) - len(blocks))
     for block, block_hash in zip(blocks, hashes, strict=True):
         pool.register(block, block_hash)
     pool.check_invariants()
     return blocks
+
+
+def take(pool: BlockPool, num: int, kind: RefKind = USED) -> list[int]:
+    allocation = pool.allocate(num, kind)
+    assert allocation is not None
+    return list(allocation.block_ids)
 
 
 def counts(pool: BlockPool) -> tuple[int, int, int, int]:
@@ -37,17 +41,15 @@ def test_allocation_is_all_or_nothing() -> None:
     pool = BlockPool(4, 4)
     assert pool.allocate(5, USED) is None
     assert counts(pool) == (0, 0, 0, 4)
-    blocks = pool.allocate(4, USED)
-    assert blocks is not None
+    blocks = take(pool, 4)
     assert sorted(blocks) == [0, 1, 2, 3]
     assert pool.allocate(1, USED) is None
-    assert pool.allocate(0, USED) == []
+    assert pool.allocate(0, USED) == Allocation((), {})
 
 
 def test_used_wins_over_held() -> None:
     pool = BlockPool(4, 4)
-    blocks = pool.allocate(2, HELD)
-    assert blocks is not None
+    blocks = take(pool, 2, HELD)
     assert counts(pool) == (0, 2, 0, 2)
     pool.acquire(blocks[:1], USED)
     assert counts(pool) == (1, 1, 0, 2)
@@ -82,8 +84,7 @@ def test_never_hashed_blocks_are_taken_before_cached_ones() -> None:
     pool = BlockPool(4, 4)
     a = chain(0, 2)
     pool.release(compute(pool, a), USED)
-    taken = pool.allocate(2, USED)
-    assert taken is not None
+    take(pool, 2)
     assert len(pool.match_prefix(a)) == 2
 
 
@@ -100,54 +101,39 @@ def test_eviction_is_least_recently_released_first_and_children_before_parents()
     assert lengths == [(3, 2), (3, 1), (3, 0), (2, 0), (1, 0), (0, 0)]
 
 
-def test_recycled_block_is_not_found_under_its_old_hash() -> None:
+def test_eviction_is_returned_with_the_block_that_still_holds_the_content() -> None:
     pool = BlockPool(8, 4)
     a, b = chain(0, 4), chain(100, 8)
-    pool.release(compute(pool, a), USED)
-    pool.take_index_changes()
-    pool.release(compute(pool, b), USED)
+    blocks = compute(pool, a)
+    pool.release(blocks, USED)
+    allocation = pool.allocate(8, USED)
+    assert allocation is not None
+    assert allocation.evicted == dict(zip(a, blocks, strict=True))
     assert pool.match_prefix(a) == []
-    stored, evicted = pool.take_index_changes()
-    assert set(stored) == set(b)
-    assert set(evicted) == set(a)
+    assert all(pool.register(block, block_hash) for block, block_hash in zip(allocation.block_ids, b, strict=True))
     assert set(pool.cached_hashes()) == set(b)
 
 
-def test_copies_of_one_content_are_announced_once() -> None:
+def test_copies_of_one_content_are_findable_until_the_last_is_evicted() -> None:
     """Identical cold prompts at once: each computes its own copy; the hash goes with the last one."""
     pool = BlockPool(3, 4)
     a = chain(0, 1)
-    blocks = pool.allocate(2, USED)
-    assert blocks is not None
-    for block in blocks:
-        pool.register(block, a[0])
-    assert pool.take_index_changes() == ((a[0],), ())
-    pool.release(blocks[:1], USED)
-    taken = pool.allocate(2, USED)  # the free one and the first copy
-    assert taken is not None
-    assert blocks[0] in taken
-    assert pool.take_index_changes() == ((), ())
-    assert pool.match_prefix(a) == [blocks[1]]
-    pool.release(blocks[1:], USED)
-    assert pool.allocate(1, USED) == blocks[1:]
-    assert pool.take_index_changes() == ((), (a[0],))
-
-
-def test_a_hash_that_came_and_went_between_two_calls_is_not_announced() -> None:
-    pool = BlockPool(1, 4)
-    pool.release(compute(pool, chain(0, 1)), USED)
-    assert pool.allocate(1, USED) == [0]
-    assert pool.take_index_changes() == ((), ())
+    first, second = take(pool, 2)
+    assert pool.register(first, a[0])
+    assert not pool.register(second, a[0])
+    pool.release([first], USED)
+    assert pool.allocate(2, USED) == Allocation((2, first), {})
+    assert pool.match_prefix(a) == [second]
+    pool.release([second], USED)
+    assert pool.allocate(1, USED) == Allocation((second,), {a[0]: second})
 
 
 def test_unregistered_content_is_not_found_again() -> None:
     pool = BlockPool(4, 4)
     a = chain(0, 2)
     blocks = compute(pool, a)
-    pool.take_index_changes()
-    pool.unregister(blocks)
+    assert pool.unregister(blocks) == a
     assert pool.match_prefix(a) == []
-    assert set(pool.take_index_changes()[1]) == set(a)
     pool.release(blocks, USED)
     assert counts(pool) == (0, 0, 0, 4)
 
@@ -155,8 +141,7 @@ def test_unregistered_content_is_not_found_again() -> None:
 @pytest.mark.parametrize("kind", [USED, HELD])
 def test_double_free_is_a_bug_and_leaves_no_alias(kind: RefKind) -> None:
     pool = BlockPool(4, 4)
-    blocks = pool.allocate(2, kind)
-    assert blocks is not None
+    blocks = take(pool, 2, kind)
     pool.release(blocks, kind)
     with pytest.raises(AssertionError, match="reference"):
         pool.release(blocks, kind)
@@ -175,8 +160,7 @@ def test_misuse_is_refused() -> None:
         pool.acquire([0], USED)
     with pytest.raises(AssertionError, match="unreferenced"):
         pool.register(0, chain(0, 1)[0])
-    blocks = pool.allocate(1, HELD)
-    assert blocks is not None
+    blocks = take(pool, 1, HELD)
     with pytest.raises(AssertionError, match="reference"):
         pool.release(blocks, USED)
     pool.register(blocks[0], chain(0, 1)[0])
@@ -193,9 +177,7 @@ def test_no_block_leaks_over_many_requests_of_every_length() -> None:
         hashes = block_hashes(tokens, 16, root)
         blocks = pool.match_prefix(hashes)
         pool.acquire(blocks, USED)
-        fresh = pool.allocate(pool.num_blocks_for(len(tokens)) - len(blocks), USED)
-        assert fresh is not None
-        blocks += fresh
+        blocks += take(pool, pool.num_blocks_for(len(tokens)) - len(blocks))
         for block, block_hash in zip(blocks, hashes, strict=False):
             pool.register(block, block_hash)
         pool.release(blocks, USED)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from common.engine.kv.block_pool import BlockPool, RefKind
+from common.engine.scheduling.index_changes import IndexChanges
 from common.values.ids import BlockHash
 
 USED, HELD = RefKind.USED, RefKind.HELD
@@ -63,15 +64,19 @@ class Pair:
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks, 4)
         self.naive = NaivePool(num_blocks)
+        self.changes = IndexChanges()
         self.index: set[BlockHash] = set()
 
     def allocate(self, num: int, kind: RefKind) -> list[int] | None:
         _, _, cached, free = self.naive.counts()
-        blocks = self.pool.allocate(num, kind)
-        assert (blocks is None) == (num > cached + free)
-        if blocks is None:
+        allocation = self.pool.allocate(num, kind)
+        assert (allocation is None) == (num > cached + free)
+        if allocation is None:
             return None
+        blocks = list(allocation.block_ids)
         assert len(set(blocks)) == num
+        assert all(self.naive.hashes[block] == block_hash for block_hash, block in allocation.evicted.items())
+        self.changes.evicted(allocation.evicted)
         self.naive.recycle(blocks, min(num, free))
         self.naive.own(kind, blocks)
         return blocks
@@ -90,7 +95,8 @@ class Pair:
 
     def register(self, block: int, block_hash: BlockHash) -> None:
         if block not in self.naive.hashes and self.naive.is_referenced(block):
-            self.pool.register(block, block_hash)
+            if self.pool.register(block, block_hash):
+                self.changes.stored(block_hash)
             self.naive.hashes[block] = block_hash
 
     def check(self) -> None:
@@ -99,7 +105,7 @@ class Pair:
         assert (stats.used, stats.held, stats.cached, stats.free) == self.naive.counts()
         used, held = self.naive.refs(USED), self.naive.refs(HELD)
         assert all(self.pool.ref_count(b) == used[b] + held[b] for b in range(self.pool.num_blocks))
-        stored, evicted = self.pool.take_index_changes()
+        stored, evicted = self.changes.take()
         assert not self.index & set(stored)
         assert self.index >= set(evicted)
         self.index = (self.index | set(stored)) - set(evicted)

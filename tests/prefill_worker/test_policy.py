@@ -4,7 +4,7 @@ import pytest
 
 from common.values.messages import FirstTokens
 from kvtransfer.events import AcknowledgedByPeer
-from prefill_worker.scheduler import MAX_OVERTAKEN, MAX_SHORT_STEPS
+from prefill_worker.policy import MAX_OVERTAKEN, MAX_SHORT_STEPS
 from tests.core_bench import tokens
 from tests.prefill_worker.harness import Bench, prompt
 
@@ -17,7 +17,7 @@ def test_step_never_exceeds_its_budget_or_its_sequences() -> None:
         assert 0 < bench.plan.num_tokens <= 64
         assert len(bench.plan.sequences) <= 3
         bench.step()
-    assert len(bench.told) == 10
+    assert len(bench.sent) == 10
 
 
 def test_short_prompts_share_a_step_in_arrival_order() -> None:
@@ -78,7 +78,7 @@ def test_higher_priority_overtakes_and_lower_number_is_higher() -> None:
     bench.step()
     assert bench.scheduled() == {3: 64}
     bench.run_all()
-    assert [message.attempt_id.request_id for message in bench.told] == ["busy", "urgent", "normal"]
+    assert [message.attempt_id.request_id for message in bench.sent] == ["busy", "urgent", "normal"]
 
 
 def test_admission_counts_blocks_not_tokens() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.engine.kv.block_pool import BlockPool, RefKind
+from common.engine.kv.block_pool import Allocation, BlockPool, RefKind
 from common.values.messages import Granted, HandoffReport, Refused
 from common.values.request import SamplingParams, Work
 from tests.core_bench import attempt, tokens
@@ -282,7 +282,7 @@ class ScarcePool(BlockPool):
 
     num_failures = 0
 
-    def allocate(self, num: int, kind: RefKind) -> list[int] | None:
+    def allocate(self, num: int, kind: RefKind) -> Allocation | None:
         if self.num_failures > 0 and num > 0:
             self.num_failures -= 1
             return None

@@ -1,4 +1,4 @@
-"""One reservation on a decode worker, from Reserve to its last token. Pure: no IO.
+"""One request on a decode worker, from Reserve to its last token. Pure: no IO.
 
     RESERVED --TransferReceived--> READY --every choice ended--> (gone)
        |                             |
@@ -6,27 +6,27 @@
        v
     ENDING --AttemptReleased--> (gone)
 
-`end` is a cancel, a failure or a deadline. An attempt that this worker prefills itself starts READY. Blocks: the
+`end` is a cancel, a failure or a deadline. A prompt that this worker prefills itself starts READY. Blocks: the
 prompt's as HELD while RESERVED or ENDING; the sequences' as USED, by the scheduler, once READY.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.values.ids import AttemptId, BlockHash, RouterId
+from common.engine.scheduling.sequence import HashChain, Sequence
+from common.values.ids import AttemptId, RouterId
 from common.values.request import TokenEvent, Work
-from decode_worker.sequence import Sequence
 from kvtransfer.events import TransferReceived
 
 
-class AttemptPhase(StrEnum):
+class DecodePhase(StrEnum):
     RESERVED = "reserved"
     READY = "ready"
     ENDING = "ending"
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
+class DecodeRequest:
     """Owned by the core."""
 
     work: Work
@@ -34,16 +34,15 @@ class Attempt:
     order: int
     arrived_s: float
     deadline_s: float  # absolute
-    hash_root: BlockHash
-    hashes: list[BlockHash]  # of the full blocks of work.token_ids
-    phase: AttemptPhase = AttemptPhase.RESERVED
+    hashes: HashChain
+    live_choices: set[int]
+    phase: DecodePhase = DecodePhase.RESERVED
     block_table: tuple[int, ...] = ()  # HELD
     num_cached_tokens: int = 0
     is_local: bool = False
-    live_choices: set[int] = field(default_factory=set)
     sequences: list[Sequence] = field(default_factory=list)
     has_first_tokens: bool = False  # the choices have their own sequences now
-    first_events: tuple[TokenEvent, ...] = ()  # received, not yet told
+    first_events: tuple[TokenEvent, ...] = ()  # received, not yet sent
     last_activity_s: float = 0.0  # of its transfer
     transfer: TransferReceived | None = None
     ready_s: float = 0.0
@@ -53,5 +52,10 @@ class Attempt:
     def attempt_id(self) -> AttemptId:
         return self.work.attempt_id
 
+    @property
+    def prefill_try(self) -> None:
+        """A decode worker speaks of the attempt as a whole."""
+        return None
+
     def __str__(self) -> str:
-        return f"attempt {self.attempt_id} {self.phase} choices {sorted(self.live_choices)}"
+        return f"decode {self.attempt_id} {self.phase} choices {sorted(self.live_choices)}"

@@ -1,17 +1,18 @@
-"""One stream of tokens on a decode worker: its facts and what follows from them. Pure: no IO.
+"""One run of tokens that a worker computes: its facts and what follows from them. Pure: no IO.
 
-    WAITING --a slot, and blocks--> RUNNING --stop, length, cancel--> ENDED
-       ^                               |                                (gone when no step computes it)
-       +-----------preempted-----------+
+    WAITING --admitted: it has blocks--> RUNNING --dropped--> ENDED (its blocks go when no step computes it)
+       ^                                    |
+       +-------------preempted--------------+
 
-A WAITING sequence has blocks when its prompt was received or reserved here, and none after it was preempted: then all
-of its tokens are computed again, as a prefill. RUNNING ones have blocks for every token computed so far.
+A WAITING sequence has blocks when it was given some with its prompt, and none when it is new or was preempted: then
+all of its tokens but a cached prefix are computed, as a prefill. RUNNING ones have blocks for every computed token.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 from common.engine.contract.plan import ScheduledSequence, sample_spec
+from common.values.hashing import extend_block_hashes
 from common.values.ids import BlockHash
 from common.values.request import SampledToken, TokenEvent, Work
 
@@ -26,30 +27,49 @@ class SequencePhase(StrEnum):
 Rank = tuple[int, int, int]
 
 
+@dataclass(slots=True)
+class HashChain:
+    """Hashes of the leading full blocks of some tokens, as far as they were needed."""
+
+    root: BlockHash
+    blocks: list[BlockHash]
+
+    def extend(self, token_ids: list[int], block_size: int) -> None:
+        extend_block_hashes(self.blocks, token_ids, block_size, self.root)
+
+    def copy(self) -> "HashChain":
+        return HashChain(self.root, list(self.blocks))
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The scheduler moves `phase`, `block_table` and the counts; the core appends tokens."""
 
     sequence_id: int
     work: Work
-    choices: tuple[int, ...]  # more than one only while the prompt they share is computed here
+    choices: tuple[int, ...]  # drawn together at the end of the prompt; one each afterwards
     rank: Rank
-    hash_root: BlockHash
     token_ids: list[int]  # prompt and output
-    hashes: list[BlockHash]  # of leading full blocks, as far as they were needed
+    hashes: HashChain
     block_table: tuple[int, ...] = ()
-    num_computed: int = 0  # tokens whose KV is in place; < len(token_ids), always
+    num_cached_tokens: int = 0  # found in the prefix cache when it got its blocks; before that an estimate
+    num_computed: int = 0  # tokens whose KV is in place; < len(token_ids) while it can be scheduled
     num_scheduled: int = 0  # tokens in the running step; 0 = not part of it
+    num_overtaken: int = 0  # admissions of later sequences while this one found no blocks
     phase: SequencePhase = SequencePhase.WAITING
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to compute before the next one can be drawn."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens to compute before the next one can be drawn; without blocks, as far as known."""
+        return len(self.token_ids) - (self.num_computed if self.block_table else self.num_cached_tokens)
 
     @property
     def is_decoding(self) -> bool:
         return self.num_remaining == 1
+
+    @property
+    def is_ended(self) -> bool:
+        return self.phase is SequencePhase.ENDED
 
     def next_event(self, choice_idx: int, token: SampledToken) -> TokenEvent:
         """`token` as the next one of a choice; with it, the choice may be finished."""

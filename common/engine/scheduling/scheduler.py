@@ -1,0 +1,266 @@
+"""Which sequences compute which tokens in the next step: the mechanism that both roles share. Pure: no IO.
+
+Owns the sequences' places (waiting, running, in the running step) and, through `BlockTables`, their blocks. A `Policy`
+decides the order: it is asked once per step, and fills the step with the three verbs `admit`, `decode` and `prefill`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from common.engine.contract.plan import SequenceResult, StepPlan, StepResult
+from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.block_tables import BlockTables
+from common.engine.scheduling.sequence import HashChain, Rank, Sequence, SequencePhase
+from common.engine.scheduling.step_rate import StepRate
+from common.values.config import WorkerConfig
+from common.values.request import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one step (tokens, sequences, time beside running streams; 0 = as long as it takes) and of the queue."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_num_waiting: int
+    gap_budget_s: float = 0.0
+
+    @property
+    def max_num_queued(self) -> int:
+        """Sequences that run and wait."""
+        return self.max_num_seqs + self.max_num_waiting
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> Self:
+        bounds = config.max_num_batched_tokens, config.max_num_seqs, config.max_num_waiting
+        return cls(*bounds, gap_budget_s=config.gap_budget_s)
+
+
+class Policy(Protocol):
+    """The order and the pace of one role. `watermark`: see BlockTables."""
+
+    watermark: float
+
+    def fill(self, scheduler: "Scheduler") -> None:
+        """Put sequences into the step that begins, most urgent first."""
+        ...
+
+
+class Scheduler:
+    """Plans one step at a time: `schedule`, then `finish_step` or `fail_step`."""
+
+    def __init__(self, pool: BlockPool, limits: Limits, policy: Policy, hash_fields: Mapping[str, str]) -> None:
+        self.blocks = BlockTables(pool, policy.watermark, hash_fields)
+        self.limits = limits
+        self.rate = StepRate()
+        self.num_preemptions = 0
+        self._policy = policy
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._in_step: list[Sequence] = []
+        self._copies: list[tuple[int, int]] = []
+        self._num_steps = 0
+        self._num_sequences = 0
+        self._num_left = 0  # tokens that the step being filled has room for
+        self._num_decoding = 0  # sequences of the step that compute one token after their last draw
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        return tuple(self._running)
+
+    @property
+    def in_step(self) -> tuple[Sequence, ...]:
+        """The sequences of the running step; ENDED ones included."""
+        return tuple(self._in_step)
+
+    @property
+    def step_id(self) -> int | None:
+        """The running step, or None between steps."""
+        return self._num_steps if self._in_step else None
+
+    @property
+    def is_full(self) -> bool:
+        """There are as many sequences as may run and wait."""
+        return len(self._waiting) + len(self._running) >= self.limits.max_num_queued
+
+    @property
+    def is_short_of_blocks(self) -> bool:
+        """Some sequence waits for blocks."""
+        return any(not sequence.block_table for sequence in self._waiting)
+
+    # ---- sequences ----------------------------------------------------------------------------------
+
+    def add(
+        self, work: Work, hashes: HashChain, rank: Rank, block_table: tuple[int, ...] = (), num_computed: int = 0
+    ) -> Sequence:
+        """Queue a prompt. `block_table` (USED) holds its first `num_computed` tokens, findable from now on."""
+        sequence = Sequence(
+            sequence_id=self._new_id(),
+            work=work,
+            choices=work.choices,
+            rank=rank,
+            token_ids=list(work.token_ids),
+            hashes=hashes,
+            block_table=block_table,
+            num_computed=num_computed,
+        )
+        if block_table:
+            self.blocks.register(sequence, 0)
+        else:
+            hit = self.blocks.match(hashes, len(work.token_ids))
+            sequence.num_cached_tokens = len(hit) * self.blocks.pool.block_size
+        self._waiting.append(sequence)
+        return sequence
+
+    def fork(self, source: Sequence, choice_idx: int, rank: Rank) -> Sequence:
+        """Another sequence with the tokens and blocks of `source`."""
+        assert source.num_scheduled == 0
+        fork = Sequence(
+            sequence_id=self._new_id(),
+            work=source.work,
+            choices=(choice_idx,),
+            rank=rank,
+            token_ids=list(source.token_ids),
+            hashes=source.hashes.copy(),
+            block_table=self.blocks.share(source),
+            num_computed=source.num_computed,
+        )
+        self._waiting.append(fork)
+        return fork
+
+    def drop(self, sequence: Sequence) -> None:
+        """End a sequence. Its blocks go now, or when the step that computes it ends."""
+        assert not sequence.is_ended, f"drop of {sequence}"
+        (self._waiting if sequence.phase is SequencePhase.WAITING else self._running).remove(sequence)
+        sequence.phase = SequencePhase.ENDED
+        if sequence.num_scheduled == 0:
+            self.blocks.release(sequence)
+
+    # ---- steps --------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Fill the next step; None when nothing can be computed now."""
+        assert not self._in_step
+        num_preemptions = self.num_preemptions
+        self._fill()
+        if not self._in_step and self.num_preemptions > num_preemptions:
+            self._fill()  # a sequence that sat out has made room for an older one
+        if not self._in_step:
+            return None
+        self._num_steps += 1
+        copies, self._copies = tuple(self._copies), []
+        return StepPlan(self._num_steps, tuple(sequence.scheduled() for sequence in self._in_step), copies)
+
+    def finish_step(self, result: StepResult) -> list[tuple[Sequence, int, SequenceResult | None]]:
+        """The step's tokens are computed: (sequence, number of tokens, what was drawn) of those that have not ended.
+
+        Full blocks become findable at once; not so those of a sequence whose row has an error.
+        """
+        rows = {row.sequence_id: row for row in result.results}
+        num_tokens = self.limits.max_num_batched_tokens - self._num_left
+        self.rate.add(num_tokens - self._num_decoding, self._num_decoding, result.duration_s)
+        finished = [(s, s.num_scheduled, rows.get(s.sequence_id)) for s in self._in_step]
+        for sequence, num_scheduled, row in finished:
+            sequence.num_computed += num_scheduled
+            if row is not None and row.error is not None:
+                self.blocks.distrust(sequence)
+            else:
+                self.blocks.register(sequence, sequence.num_computed - num_scheduled)
+        self._end_step()
+        return [entry for entry in finished if not entry[0].is_ended]
+
+    def fail_step(self) -> list[Sequence]:
+        """Nothing of the step counts; its sequences that have not ended meanwhile."""
+        return [sequence for sequence in self._end_step() if not sequence.is_ended]
+
+    # ---- what a policy fills a step with ------------------------------------------------------------
+
+    @property
+    def num_decoding(self) -> int:
+        """Sequences that `decode` has put into the step."""
+        return self._num_decoding
+
+    @property
+    def has_room(self) -> bool:
+        return self._num_left > 0 and len(self._in_step) < self.limits.max_num_seqs
+
+    def admit(self, sequence: Sequence) -> bool:
+        """WAITING -> RUNNING; False when it has no blocks and there are too few for all of its tokens."""
+        if not sequence.block_table and not self.blocks.fill(sequence, len(self._running)):
+            return False
+        self._waiting.remove(sequence)
+        self._running.append(sequence)
+        sequence.phase = SequencePhase.RUNNING
+        return True
+
+    def prefill(self, sequence: Sequence, max_tokens: int) -> int:
+        """The next chunk of a prompt, as large as `max_tokens` and the step allow; how many tokens it has."""
+        num_tokens = min(sequence.num_remaining, max_tokens, self._num_left)
+        if num_tokens > 0:
+            self._take(sequence, num_tokens)
+        return num_tokens
+
+    def decode(self, sequence: Sequence) -> None:
+        """Its one token. A new block, if it needs one, may come from the youngest sequence that has any, which is
+        preempted: never an older one, never a reservation. Without a victim the sequence sits out the step."""
+        while not self.blocks.can_write(sequence):
+            copies = self.blocks.grow(sequence)
+            if copies is not None:
+                self._copies += copies
+            elif not self._preempt_youngest_after(sequence):
+                self._yield_to_older(sequence)
+                return
+        self._num_decoding += 1
+        self._take(sequence, 1)
+
+    # ---- private ------------------------------------------------------------------------------------
+
+    def _new_id(self) -> int:
+        self._num_sequences += 1
+        return self._num_sequences
+
+    def _fill(self) -> None:
+        self._num_left = self.limits.max_num_batched_tokens
+        self._num_decoding = 0
+        self._policy.fill(self)
+
+    def _take(self, sequence: Sequence, num_tokens: int) -> None:
+        sequence.num_scheduled = num_tokens
+        self._in_step.append(sequence)
+        self._num_left -= num_tokens
+
+    def _preempt_youngest_after(self, sequence: Sequence) -> bool:
+        victims = [s for s in (*self._waiting, *self._running) if s.block_table and s.rank > sequence.rank]
+        if not victims:
+            return False
+        self._preempt(max(victims, key=lambda victim: victim.rank))
+        return True
+
+    def _yield_to_older(self, sequence: Sequence) -> None:
+        """With few slots an older sequence may wait for one, on the very blocks that this one lacks."""
+        if any(other.block_table and other.rank < sequence.rank for other in self._waiting):
+            self._preempt(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """RUNNING or WAITING -> WAITING without blocks. Its tokens stay; what the client has is never repeated."""
+        assert sequence.num_scheduled == 0, f"preemption of scheduled {sequence}"
+        self.blocks.release(sequence)
+        sequence.num_computed = sequence.num_cached_tokens = 0
+        self.num_preemptions += 1
+        if sequence.phase is SequencePhase.RUNNING:
+            self._running.remove(sequence)
+            self._waiting.append(sequence)
+            sequence.phase = SequencePhase.WAITING
+
+    def _end_step(self) -> list[Sequence]:
+        in_step, self._in_step = self._in_step, []
+        for sequence in in_step:
+            sequence.num_scheduled = 0
+            if sequence.is_ended:
+                self.blocks.release(sequence)
+        return in_step

@@ -1,0 +1,86 @@
+"""The order and the pace at which a decode worker computes tokens. Pure: no IO."""
+
+from common.engine.scheduling.scheduler import Limits, Scheduler
+from common.engine.scheduling.sequence import Sequence, SequencePhase
+from common.engine.scheduling.step_rate import StepRate
+
+# Prompt tokens of a step when there are any; fewer would read all weights for next to nothing.
+MIN_CHUNK = 16
+# Before anything was measured: small, as the first step may be slow.
+FIRST_CHUNK = 32
+
+
+class DecodePolicy:
+    """Continuous batching. Per step:
+
+    1. Waiting sequences take free slots by rank. One without blocks (preempted) needs them for all of its tokens first;
+       those that have theirs may pass it.
+    2. Every running sequence that needs one token gets it, by rank; the youngest makes room when blocks run out.
+    3. What is left of the token budget goes to prefill chunks, by rank, within what `ChunkBudget` grants.
+
+    Progress: the oldest running sequence can take every block but the reserved ones; reservations end by themselves.
+    """
+
+    watermark = 0.01  # so that running sequences can grow without preempting at once
+
+    def __init__(self, limits: Limits) -> None:
+        self.chunk_budget = ChunkBudget(limits.gap_budget_s, limits.max_num_batched_tokens)
+        # Never more sequences than tokens in a step: so a prefill chunk always finds room beside the decoding ones.
+        self._max_num_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+
+    def fill(self, scheduler: Scheduler) -> None:
+        self._admit(scheduler)
+        running = sorted(scheduler.running, key=_rank)
+        for sequence in running:
+            if sequence.phase is SequencePhase.RUNNING and sequence.is_decoding:
+                scheduler.decode(sequence)
+        num_tokens = self.chunk_budget.chunk_tokens(scheduler.rate, scheduler.num_decoding)
+        for sequence in running:
+            if sequence.phase is SequencePhase.RUNNING and not sequence.is_decoding:
+                num_tokens -= scheduler.prefill(sequence, num_tokens)
+
+    def prefill_tokens_per_s(self, scheduler: Scheduler) -> float:
+        """How fast a prompt would be computed beside what runs now; 0.0 until one was."""
+        num_decoding = sum(sequence.is_decoding for sequence in scheduler.running)
+        return self.chunk_budget.prefill_tokens_per_s(scheduler.rate, num_decoding)
+
+    def _admit(self, scheduler: Scheduler) -> None:
+        is_short_of_blocks = False
+        for sequence in sorted(scheduler.waiting, key=_rank):
+            if len(scheduler.running) >= self._max_num_running:
+                return
+            if sequence.block_table or not is_short_of_blocks:
+                is_short_of_blocks |= not scheduler.admit(sequence)
+
+
+class ChunkBudget:
+    """How many prompt tokens a step takes beside its streams: what keeps their gaps within a budget.
+
+    A step gets as many prompt tokens as should end within it, never fewer than `MIN_CHUNK`, so that prompts go on
+    whatever the streams take. A step that takes too long lowers the measured speed, and with it the next chunk.
+    `gap_budget_s` = 0: steps are as large as `max_num_tokens` allows.
+    """
+
+    def __init__(self, gap_budget_s: float, max_num_tokens: int) -> None:
+        self._gap_budget_s = gap_budget_s
+        self._max_num_tokens = max_num_tokens
+
+    def chunk_tokens(self, rate: StepRate, num_decoding: int) -> int:
+        """Prompt tokens of a step beside so many decoding sequences; what the step has room for is another bound."""
+        if self._gap_budget_s == 0.0:
+            return self._max_num_tokens
+        if rate.prefill_tokens_per_s == 0.0:
+            return FIRST_CHUNK
+        left_s = self._gap_budget_s - (rate.decode_s if num_decoding else 0.0)
+        return min(max(MIN_CHUNK, int(left_s * rate.prefill_tokens_per_s)), self._max_num_tokens)
+
+    def prefill_tokens_per_s(self, rate: StepRate, num_decoding: int) -> float:
+        """How fast a prompt would be computed beside so many decoding sequences; 0.0 until one was."""
+        if num_decoding == 0 or rate.prefill_tokens_per_s == 0.0:
+            return rate.prefill_tokens_per_s
+        num_tokens = self.chunk_tokens(rate, num_decoding)
+        return num_tokens / (rate.decode_s + num_tokens / rate.prefill_tokens_per_s)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.rank
