@@ -1,40 +1,16 @@
-"""The router's state machine: every request's way over the workers, with all its detours. Pure: no IO.
+"""The router's state machine. Pure: no IO; `handle` and `handle_deadline` are the only mutators.
 
-`handle` is the only mutator. The ledger holds the state, `router/core/attempts.py` moves attempts, this module admits
-requests, follows the workers and keeps the deadlines. `router/core/request_state.py` draws the states of an attempt.
-Rows that are easy to miss:
-
-* A message about an attempt that is not (or no longer) with its sender is dropped; but a TransferFailed is answered
-  with Cancel, because the decode worker holds blocks for it.
-* A worker that refused or failed is left alone for a while that doubles, until it takes something again.
-* A retry replaces something lost; it is counted per request and for all together. A refusal is not a retry.
-* A request that ends with the prefill worker's first tokens is cancelled on both workers: nobody waits for KV.
-* A deadline noticed much too late means that the router stood still: then no worker is declared lost.
+Owns the picture of all workers (`router/core/pool.py`) and all requests (`router/core/requests.py`); this module brings
+each event to its table (`router/core/transitions.py`), and follows workers that come and go.
 """
 
-from typing import assert_never
+from typing import Any, assert_never
 
-from common.values.errors import DeadlineExceeded, InvalidRequest, Overloaded, PdserveError
+from common.cores.deadlines import earliest
 from common.values.ids import AttemptId, RequestId, WorkerRef
-from common.values.messages import (
-    AttemptFailed,
-    Drain,
-    FirstTokens,
-    Granted,
-    HandoffReport,
-    Refused,
-    Role,
-    TokenBatch,
-    TransferFailed,
-    WorkerInfo,
-    WorkerMessage,
-    WorkerStats,
-)
-from router.core.attempts import Attempts
-from router.core.dispatch import Dispatch
+from common.values.messages import Drain, TokenBatch, WorkerInfo, WorkerMessage, WorkerStats
 from router.core.events import (
     ChoiceStopped,
-    Deliver,
     DrainRequested,
     DropWorker,
     EndRequested,
@@ -47,259 +23,188 @@ from router.core.events import (
     WorkerMessageReceived,
     WorkersListed,
 )
-from router.core.generation import Failed, GenerationRequest
-from router.core.ledger import Ledger, TimerKey
+from router.core.pool import WorkerPool
 from router.core.records import Record, record_of
-from router.core.request_state import Choice, Phase, Request
+from router.core.request_state import AttemptPhase, RequestState
+from router.core.requests import Requests
 from router.core.router_limits import RouterLimits
+from router.core.transitions import (
+    DECODE_ROWS,
+    OWN_ROWS,
+    PREFILL_ROWS,
+    REQUEST_ROWS,
+    AttemptTimedOut,
+    Placed,
+    RequestTimedOut,
+    place_waiting,
+)
 from router.core.workers import Worker
-
-MIN_RETRY_AFTER_S = 1.0
-MAX_RETRY_AFTER_S = 30.0
 
 
 class RouterCore:
-    """Owns all requests and the picture of all workers. Readers get records and the live workers, read-only."""
+    """Readers get records and the live workers, read-only."""
 
     def __init__(self, limits: RouterLimits) -> None:
-        self._limits = limits
-        self._ledger = Ledger(limits.num_kept_requests)
-        self._dispatch = Dispatch(self._ledger, limits)
-        self._attempts = Attempts(self._ledger, self._dispatch, limits)
-        self._num_requests = 0
+        self._pool = WorkerPool(limits)
+        self._requests = Requests(self._pool, limits)
 
     def handle(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:
+        self._requests.now_s = now_s
         match event:
             case WorkerMessageReceived(ref, message):
-                self._on_worker_message(ref, message, now_s)
-            case RequestSubmitted(spec, first_attempt):
-                self._on_submitted(spec, first_attempt, now_s)
+                self._hear(ref, message, now_s)
+            case RequestSubmitted():
+                self._handle_request_event(event.request.request_id, event)
+            case EndRequested() | ChoiceStopped():
+                self._handle_request_event(event.request_id, event)
             case PrefixFound():
-                self._dispatch.on_prefix_found(event)
-            case EndRequested(request_id, error):
-                self._end(request_id, error, now_s)
-            case ChoiceStopped(request_id, choice_idx):
-                self._on_choice_stopped(request_id, choice_idx, now_s)
+                self._handle_own_event(event.attempt_id, event)
             case _:
-                self._on_pool_event(event, now_s)
-        return self._effects(now_s)
+                self._handle_pool_event(event, now_s)
+        return self._take_effects()
 
     def handle_deadline(self, now_s: float) -> list[RouterEffect]:
-        for key in self._ledger.timers.pop_expired(now_s):
-            self._on_deadline(key, now_s)
-        return self._effects(now_s)
+        """Several may be reached together, and handling one may end what another was about."""
+        self._requests.now_s = now_s
+        for key in self._requests.timers.pop_expired(now_s):
+            if isinstance(key, AttemptId):
+                self._handle_own_event(key, AttemptTimedOut(key))
+            else:
+                self._handle_request_event(key, RequestTimedOut(key))
+        silent = self._pool.expire(now_s)
+        if silent is not None:
+            self._requests.waiting.wake()
+            self._pool.note_pair(now_s)
+        for ref in silent or ():
+            reason = f"silent for {self._requests.limits.worker_silence_s:g} s"
+            self._lose(WorkerLost(ref, reason))
+            self._requests.emit(DropWorker(ref, reason))
+        return self._take_effects()
 
     def next_deadline_s(self) -> float | None:
-        return self._ledger.timers.next_s()
+        return earliest(self._requests.timers.next_s(), self._pool.next_deadline_s())
 
     def check_invariants(self) -> None:
-        self._ledger.check_invariants()
+        self._pool.check_invariants()
+        self._requests.check_invariants()
 
     # ---- for readers --------------------------------------------------------------------------------
 
     @property
     def workers(self) -> tuple[Worker, ...]:
         """The connected workers; to be read only."""
-        return tuple(self._ledger.pool)
+        return tuple(self._pool)
 
     @property
     def num_queued(self) -> int:
         """Requests that no decode worker has taken yet."""
-        return self._ledger.num_ungranted
+        return len(self._requests.ungranted)
 
     @property
     def request_ids(self) -> tuple[RequestId, ...]:
-        return tuple(self._ledger.requests)
+        return tuple(self._requests.live)
 
     @property
     def has_ready_pair(self) -> bool:
-        return self._ledger.pool.has_ready_pair()
+        return self._pool.has_ready_pair()
 
     def record(self, request_id: RequestId, now_s: float) -> Record | None:
         """What is known of a live or remembered request."""
-        request = self._ledger.requests.get(request_id)
-        return self._ledger.records.get(request_id) if request is None else record_of(request, now_s)
+        request = self._requests.live.get(request_id)
+        return self._requests.records.get(request_id) if request is None else record_of(request, now_s)
 
     def newest_records(self, limit: int, now_s: float) -> list[Record]:
         """Records of live requests, then of ended ones, newest first."""
-        live = [record_of(request, now_s) for request in list(self._ledger.requests.values())[: -limit - 1 : -1]]
-        return live + self._ledger.records.newest(limit - len(live))
+        newest = list(self._requests.live.values())[: -limit - 1 : -1]
+        live = [record_of(request, now_s) for request in newest]
+        return live + self._requests.records.newest(limit - len(live))
 
-    # ---- requests -----------------------------------------------------------------------------------
+    # ---- requests and attempts ----------------------------------------------------------------------
 
-    def _on_submitted(self, spec: GenerationRequest, first_attempt: int, now_s: float) -> None:
-        assert spec.request_id not in self._ledger.requests, f"request {spec.request_id} is running already"
-        error = self._admission_error(spec)
-        if error is not None:
-            self._ledger.emit(Deliver(spec.request_id, Failed(error)))
-            return
-        self._num_requests += 1
-        choices = [Choice(idx) for idx in range(spec.num_choices)]
-        request = Request(spec, self._num_requests, now_s, choices, first_attempt)
-        self._ledger.add_request(request)
-        self._attempts.start(request, range(spec.num_choices), now_s)
+    def _handle_request_event(self, request_id: RequestId, event: Any) -> None:
+        request = self._requests.live.get(request_id)
+        state = RequestState.ABSENT if request is None else request.state
+        row = REQUEST_ROWS.get((type(event), state))
+        assert row is not None, f"{request_id}: {type(event).__name__} while {state}"
+        row(self._requests, request, event)
 
-    def _admission_error(self, spec: GenerationRequest) -> PdserveError | None:
-        if not spec.token_ids:
-            return InvalidRequest("the prompt is empty", param="prompt")
-        for role, worker_id in ((Role.PREFILL, spec.prefill_worker_id), (Role.DECODE, spec.decode_worker_id)):
-            worker = self._ledger.pool.by_id(worker_id)
-            if worker_id and (worker is None or worker.info.role is not role):
-                param = f"routing.{role}_worker_id"
-                return InvalidRequest(f"there is no {role} worker {worker_id!r}", param=param)
-        num_queued = self._ledger.num_ungranted
-        if num_queued >= self._limits.max_num_queued:
-            return Overloaded(f"{num_queued} requests wait already", retry_after_s=self._retry_after_s())
-        return None
+    def _handle_own_event(self, attempt_id: AttemptId, event: PrefixFound | AttemptTimedOut) -> None:
+        request, attempt = self._requests.find(attempt_id)
+        phase = AttemptPhase.ABSENT if attempt is None else attempt.phase
+        OWN_ROWS[type(event), phase](self._requests, request, attempt, event)
 
-    def _retry_after_s(self) -> float:
-        """A guess: one second for each round of running requests until the queue has drained."""
-        num_running = len(self._ledger.requests) - self._ledger.num_ungranted
-        return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, self._ledger.num_ungranted / max(1, num_running)))
-
-    def _on_choice_stopped(self, request_id: RequestId, choice_idx: int, now_s: float) -> None:
-        request = self._ledger.requests.get(request_id)
-        if request is not None and not request.choices[choice_idx].has_ended:
-            self._attempts.stop_choice(request, choice_idx, now_s)
-
-    def _end(self, request_id: RequestId, error: PdserveError, now_s: float) -> None:
-        request = self._ledger.requests.get(request_id)
-        if request is not None:
-            self._ledger.fail(request, error, now_s)
+    def _hear_of_attempt(self, worker: Worker, attempt_id: AttemptId, message: Any) -> None:
+        """What a worker says of an attempt, or that it is lost."""
+        request: Any
+        attempt: Any
+        request, attempt = self._requests.find(attempt_id)
+        phase = AttemptPhase.ABSENT
+        if attempt is not None and attempt.is_on(worker, getattr(message, "prefill_try", None)):
+            phase = attempt.phase
+        rows = DECODE_ROWS if worker.is_decode else PREFILL_ROWS
+        if row := rows.get((type(message), phase)):  # what only the other role says has none
+            row(self._requests, Placed(request, attempt, worker), message)
 
     # ---- workers ------------------------------------------------------------------------------------
 
-    def _on_pool_event(
-        self, event: WorkerConnected | WorkerLost | WorkersListed | DrainRequested, now_s: float
-    ) -> None:
-        self._dispatch.note_pair(now_s)
-        self._ledger.may_place = True
-        match event:
-            case WorkerConnected(info, address):
-                self._on_connected(info, address, now_s)
-            case WorkerLost(ref, reason):
-                self._lose(ref, reason, now_s)
-            case WorkersListed(refs):
-                self._ledger.pool.forget_unlisted(refs)
-            case DrainRequested(worker_id, grace_s):
-                self._drain(worker_id, grace_s)
-            case _:
-                assert_never(event)
-
-    def _on_connected(self, info: WorkerInfo, address: str, now_s: float) -> None:
-        pool = self._ledger.pool
-        other = pool.by_id(info.ref.worker_id)
-        if other is not None and pool.see(other.ref) > pool.see(info.ref):
-            self._ledger.emit(DropWorker(info.ref, "a later life of the worker is connected", is_final=True))
-            return
-        pool.see(info.ref)
-        if other is not None:
-            self._lose(other.ref, "a later life of the worker has connected", now_s)
-            is_final = other.ref != info.ref
-            self._ledger.emit(DropWorker(other.ref, "a later life of the worker has connected", is_final=is_final))
-        self._watch(self._ledger.pool.add(info, address, now_s))
-
-    def _drain(self, worker_id: str, grace_s: float) -> None:
-        worker = self._ledger.pool.by_id(worker_id)
-        if worker is not None:
-            worker.is_draining = True
-            self._ledger.send(worker.ref, Drain(grace_s))
-
-    def _lose(self, ref: WorkerRef, reason: str, now_s: float) -> None:
-        worker = self._ledger.pool.remove(ref)
-        if worker is None:
-            return
-        self._ledger.timers.discard(TimerKey("silence", ref))
-        self._ledger.timers.discard(TimerKey("closed", ref))
-        self._attempts.on_worker_lost(worker, reason, now_s)
-
-    def _watch(self, worker: Worker) -> None:
-        """Look again when it would have been silent for too long; messages only note the time."""
-        self._ledger.timers.set(TimerKey("silence", worker.ref), worker.heard_s + self._limits.worker_silence_s)
-
-    def _on_worker_message(self, ref: WorkerRef, message: WorkerMessage, now_s: float) -> None:
-        worker = self._ledger.pool.get(ref)
+    def _hear(self, ref: WorkerRef, message: WorkerMessage, now_s: float) -> None:
+        worker = self._pool.get(ref)
         if worker is None:  # an earlier life, or one that we have given up
             return
         worker.heard_s = now_s
         match message:
             case TokenBatch(attempts):
-                for attempt in attempts:
-                    self._attempts.on_tokens(worker, attempt, now_s)
+                for tokens in attempts:
+                    self._hear_of_attempt(worker, tokens.attempt_id, tokens)
             case WorkerStats():
-                self._dispatch.note_pair(now_s)
+                self._pool.note_pair(now_s)
                 worker.report(message)
-                self._ledger.may_place = True
+                self._requests.waiting.wake()
             case WorkerInfo():
                 pass  # said once, at the start of the stream
             case _:
-                self._on_answer(worker, message, now_s)
+                self._hear_of_attempt(worker, message.attempt_id, message)
 
-    def _on_answer(
-        self,
-        worker: Worker,
-        message: Granted | Refused | FirstTokens | HandoffReport | TransferFailed | AttemptFailed,
-        now_s: float,
+    def _handle_pool_event(
+        self, event: WorkerConnected | WorkerLost | WorkersListed | DrainRequested, now_s: float
     ) -> None:
-        match message:
-            case Granted():
-                self._attempts.on_granted(worker, message, now_s)
-            case FirstTokens():
-                self._attempts.on_first_tokens(worker, message, now_s)
-            case HandoffReport():
-                self._attempts.on_report(worker, message)
-            case Refused():
-                self._attempts.on_refused(worker, message, now_s)
-            case TransferFailed():
-                self._attempts.on_transfer_failed(worker, message, now_s)
-            case AttemptFailed():
-                self._attempts.on_failed(worker, message, now_s)
+        self._pool.note_pair(now_s)
+        self._requests.waiting.wake()
+        match event:
+            case WorkerConnected(info, address):
+                self._connect(info, address, now_s)
+            case WorkerLost():
+                self._lose(event)
+            case WorkersListed(refs):
+                self._pool.note_listed(refs)
+            case DrainRequested(worker_id, grace_s):
+                self._drain(worker_id, grace_s)
             case _:
-                assert_never(message)
+                assert_never(event)
 
-    # ---- deadlines ----------------------------------------------------------------------------------
-
-    def _on_deadline(self, key: TimerKey, now_s: float) -> None:
-        """Several may expire together, and handling one may end what another was about."""
-        match key.kind, key.of:
-            case "closed", _:
-                self._ledger.may_place = True
-            case "silence", WorkerRef() as ref:
-                self._on_silence(ref, now_s)
-            case "request", str() as request_id:
-                request = self._ledger.requests.get(RequestId(request_id))
-                if request is not None:
-                    error = DeadlineExceeded(f"not finished within {request.spec.deadline_s:g} s")
-                    self._ledger.fail(request, error, now_s)
-            case _, AttemptId() as attempt_id:
-                self._on_attempt_deadline(key, attempt_id, now_s)
-
-    def _on_attempt_deadline(self, key: TimerKey, attempt_id: AttemptId, now_s: float) -> None:
-        found = self._ledger.find(attempt_id)
-        if found is None:
+    def _connect(self, info: WorkerInfo, address: str, now_s: float) -> None:
+        if self._pool.is_superseded(info.ref):
+            self._requests.emit(DropWorker(info.ref, "a later life of the worker is connected", is_final=True))
             return
-        if key.kind == "lookup":
-            assert found[1].phase is Phase.LOOKING_UP
-            self._dispatch.enqueue(*found)
-        else:
-            self._dispatch.on_pair_awaited(*found, now_s)
+        if (other := self._pool.by_id(info.ref.worker_id)) is not None:
+            reason = "a later life of the worker has connected"
+            self._lose(WorkerLost(other.ref, reason))
+            self._requests.emit(DropWorker(other.ref, reason, is_final=other.ref != info.ref))
+        self._pool.connect(info, address, now_s)
 
-    def _on_silence(self, ref: WorkerRef, now_s: float) -> None:
-        worker = self._ledger.pool.get(ref)
-        if worker is None:
-            return
-        silence_s = now_s - worker.heard_s
-        if silence_s > self._limits.worker_silence_s + self._limits.stall_s:
-            worker.heard_s = now_s  # nobody could have been heard
-        if now_s < worker.heard_s + self._limits.worker_silence_s:
-            self._watch(worker)
-            return
-        self._dispatch.note_pair(now_s)
-        reason = f"silent for {self._limits.worker_silence_s:g} s"
-        self._lose(ref, reason, now_s)
-        self._ledger.emit(DropWorker(ref, reason))
+    def _drain(self, worker_id: str, grace_s: float) -> None:
+        worker = self._pool.by_id(worker_id)
+        if worker is not None:
+            worker.is_draining = True
+            self._requests.send(worker.ref, Drain(grace_s))
 
-    def _effects(self, now_s: float) -> list[RouterEffect]:
-        if self._ledger.may_place:
-            self._dispatch.place_waiting(now_s)
-        return self._ledger.take_effects()
+    def _lose(self, event: WorkerLost) -> None:
+        """Everything that the worker had moves; it is out of the pool before any of it is placed."""
+        worker = self._pool.remove(event.worker)
+        if worker is not None:
+            for attempt_id in worker.shares:
+                self._hear_of_attempt(worker, attempt_id, event)
+
+    def _take_effects(self) -> list[RouterEffect]:
+        place_waiting(self._requests)
+        return self._requests.take_effects()

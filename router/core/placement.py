@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from common.values.messages import Role
 from router.core import policy
-from router.core.policy import Candidate, Decision
-from router.core.request_state import Attempt, Request
-from router.core.workers import Worker, WorkerPool
+from router.core.policy import Candidate, RoutingDecision
+from router.core.pool import WorkerPool
+from router.core.request_state import Request, RouterAttempt
+from router.core.workers import Worker
 
 
 @dataclass(slots=True)
-class Placement:
+class Placer:
     """Chooses workers for attempts."""
 
     pool: WorkerPool
@@ -21,7 +22,7 @@ class Placement:
     balance_prefill_max_tokens: int = 0
     num_decisions: int = 0
 
-    def choose_decode(self, request: Request, attempt: Attempt, now_s: float) -> Decision:
+    def choose_decode(self, request: Request, attempt: RouterAttempt, now_s: float) -> RoutingDecision:
         """A decode worker with room, that some prefill worker can pair with unless it prefills by itself."""
         candidates = tuple(
             self._decode_candidate(request, attempt, worker, now_s)
@@ -30,27 +31,31 @@ class Placement:
         )
         return _decide(Role.DECODE, attempt, candidates, now_s)
 
-    def choose_prefill(self, request: Request, attempt: Attempt, now_s: float) -> Decision:
+    def choose_prefill(self, request: Request, attempt: RouterAttempt, now_s: float) -> RoutingDecision:
         """A prefill worker that pairs with the attempt's decode worker."""
+        decode = self.pool.get(attempt.decode)
+        assert decode is not None, f"{attempt.attempt_id} is granted by a lost worker"
         candidates = tuple(
-            self._prefill_candidate(request, attempt, worker, now_s)
+            self._prefill_candidate(request, attempt, worker, decode, now_s)
             for worker in self.pool
             if worker.info.role is Role.PREFILL
         )
         return _decide(Role.PREFILL, attempt, candidates, now_s)
 
-    def choose_prefiller(self, request: Request, attempt: Attempt, decode: Worker, now_s: float) -> Decision | None:
+    def choose_prefiller(
+        self, request: Request, attempt: RouterAttempt, decode: Worker, now_s: float
+    ) -> RoutingDecision | None:
         """Who is to compute the prompt, if that may be the decode worker it goes to: the last candidate.
 
         None = that is settled: few tokens are missing, too many, or the client has said who.
         """
-        num_missing = self.num_missing(attempt, decode)
+        num_missing = attempt.num_missing(decode.ref)
         is_settled = request.spec.force_colocated or request.spec.prefill_worker_id
         if is_settled or not self.local_prefill_max_tokens < num_missing <= self.balance_prefill_max_tokens:
             return None
         workers = [worker for worker in self.pool if worker.info.role is Role.PREFILL]
         num_unplaced = sum(worker.unplaced_tokens for worker in self.pool) // max(1, len(workers))
-        there = [self._prefill_candidate(request, attempt, worker, now_s, num_unplaced) for worker in workers]
+        there = [self._prefill_candidate(request, attempt, worker, decode, now_s, num_unplaced) for worker in workers]
         speed = decode.stats.prefill_tokens_per_s or max((w.stats.prefill_tokens_per_s for w in workers), default=0.0)
         here = Candidate(
             worker_id=decode.info.ref.worker_id,
@@ -59,9 +64,9 @@ class Placement:
             num_cached_tokens=attempt.promised(decode.ref),
         )
         chosen, why = policy.choose_prefiller(there, here)
-        return Decision(Role.PREFILL, attempt.attempt_id.attempt, now_s, (*there, here), chosen, why)
+        return RoutingDecision(Role.PREFILL, attempt.attempt_id.attempt, now_s, (*there, here), chosen, why)
 
-    def take(self, decision: Decision, now_s: float) -> Worker:
+    def take(self, decision: RoutingDecision, now_s: float) -> Worker:
         """The chosen worker, marked as chosen."""
         assert decision.chosen is not None, "nothing was chosen"
         worker = self.pool.by_id(decision.candidates[decision.chosen].worker_id)
@@ -72,7 +77,7 @@ class Placement:
         worker.recent_at_s = now_s
         return worker
 
-    def has_pair(self, request: Request, attempt: Attempt) -> bool:
+    def has_pair(self, request: Request, attempt: RouterAttempt) -> bool:
         """True when the workers for the attempt's next step are there, if perhaps full."""
         if attempt.decode is not None:
             decode = self.pool.get(attempt.decode)
@@ -85,16 +90,7 @@ class Placement:
             return len(request.spec.token_ids) + request.num_completion_tokens
         return self.local_prefill_max_tokens
 
-    def num_missing(self, attempt: Attempt, decode: Worker) -> int:
-        """Tokens that a decode worker lacks, as far as the index knows."""
-        return len(attempt.token_ids) - attempt.promised(decode.ref)
-
-    def num_blocks(self, attempt: Attempt, worker: Worker) -> int:
-        """Blocks that the attempt would newly take on a decode worker, as far as the index knows."""
-        block_size = worker.info.block_size
-        return len(attempt.token_ids) // block_size + 1 - attempt.promised(worker.ref) // block_size
-
-    def _decode_candidate(self, request: Request, attempt: Attempt, worker: Worker, now_s: float) -> Candidate:
+    def _decode_candidate(self, request: Request, attempt: RouterAttempt, worker: Worker, now_s: float) -> Candidate:
         info, num_tokens = worker.info, len(attempt.token_ids)
         num_cached = attempt.promised(worker.ref)
         load = policy.decode_load(worker.blocks.value, info.num_blocks, worker.sequences.value, info.max_num_seqs)
@@ -109,7 +105,13 @@ class Placement:
         )
 
     def _prefill_candidate(
-        self, request: Request, attempt: Attempt, worker: Worker, now_s: float, num_unplaced: int = 0
+        self,
+        request: Request,
+        attempt: RouterAttempt,
+        worker: Worker,
+        decode: Worker,
+        now_s: float,
+        num_unplaced: int = 0,
     ) -> Candidate:
         """`num_unplaced`: tokens that will come to the worker, and have not been placed there."""
         num_cached, num_waiting = attempt.promised(worker.ref), worker.tokens.value + num_unplaced
@@ -121,10 +123,10 @@ class Placement:
             num_cached_tokens=num_cached,
             recent_placements=_recent(worker, now_s),
             last_chosen=worker.last_chosen,
-            refusal=self._prefill_refusal(request, attempt, worker, now_s),
+            refusal=self._prefill_refusal(request, worker, decode, now_s),
         )
 
-    def _decode_refusal(self, request: Request, attempt: Attempt, worker: Worker, now_s: float) -> str:
+    def _decode_refusal(self, request: Request, attempt: RouterAttempt, worker: Worker, now_s: float) -> str:
         if not worker.is_ready:
             return f"is {worker.state}"
         if mismatch := self._mismatch(request, attempt, worker):
@@ -133,27 +135,25 @@ class Placement:
             return "has refused lately"
         # An idle worker is always asked: it alone knows what fits.
         num_free = worker.info.num_blocks - worker.blocks.value
-        if worker.blocks.value > 0 and self.num_blocks(attempt, worker) > num_free:
+        if worker.blocks.value > 0 and attempt.num_blocks(worker.ref, worker.info.block_size) > num_free:
             return "lacks free blocks"
         return ""
 
-    def _prefill_refusal(self, request: Request, attempt: Attempt, worker: Worker, now_s: float) -> str:
-        decode = self.pool.get(attempt.decode)
-        partners = self._partners(request, decode) if decode is not None else []
-        if worker not in partners:
+    def _prefill_refusal(self, request: Request, worker: Worker, decode: Worker, now_s: float) -> str:
+        if worker not in self._partners(request, decode):
             return "does not pair or is not the one asked for" if worker.is_ready else f"is {worker.state}"
         if now_s < worker.closed_until_s:
             return "has refused lately"
         return ""
 
-    def _mismatch(self, request: Request, attempt: Attempt, worker: Worker) -> str:
+    def _mismatch(self, request: Request, attempt: RouterAttempt, worker: Worker) -> str:
         """Why a ready decode worker can't serve the attempt even when it has room."""
         wanted = request.spec.decode_worker_id
         if wanted and worker.info.ref.worker_id != wanted:
             return "is not the one asked for"
         if request.fingerprint not in (None, worker.info.fingerprint):
             return "has other weights than those that the answer began with"
-        if self.num_missing(attempt, worker) > self.local_max(request) and not self._partners(request, worker):
+        if attempt.num_missing(worker.ref) > self.local_max(request) and not self._partners(request, worker):
             return "has no prefill worker to pair with"
         return ""
 
@@ -166,9 +166,9 @@ class Placement:
         ]
 
 
-def _decide(role: Role, attempt: Attempt, candidates: tuple[Candidate, ...], now_s: float) -> Decision:
+def _decide(role: Role, attempt: RouterAttempt, candidates: tuple[Candidate, ...], now_s: float) -> RoutingDecision:
     chosen, why = policy.choose(role, candidates)
-    return Decision(role, attempt.attempt_id.attempt, now_s, candidates, chosen, why)
+    return RoutingDecision(role, attempt.attempt_id.attempt, now_s, candidates, chosen, why)
 
 
 def _recent(worker: Worker, now_s: float) -> float:

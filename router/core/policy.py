@@ -55,7 +55,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RoutingDecision:
     """A choice with everything it was based on. `chosen` indexes `candidates`; None = the request waits."""
 
     role: Role

@@ -10,8 +10,8 @@ import msgspec
 
 from common.values.ids import RequestId
 from router.core.generation import Failed, Finished
-from router.core.policy import Decision
-from router.core.request_state import Attempt, Request
+from router.core.policy import RoutingDecision
+from router.core.request_state import Request, RouterAttempt
 from router.core.timings import request_timings
 
 Record = dict[str, object]
@@ -80,7 +80,7 @@ def _status(last: Finished | Failed | None) -> str:
     return "finished" if isinstance(last, Finished) else "failed"
 
 
-def _attempt(attempt: Attempt, request: Request) -> Record:
+def _attempt(attempt: RouterAttempt, request: Request) -> Record:
     return {
         "attempt": attempt.attempt_id.attempt - request.first_attempt,
         "phase": attempt.phase.value,
@@ -95,7 +95,7 @@ def _attempt(attempt: Attempt, request: Request) -> Record:
     }
 
 
-def _decision(decision: Decision, request: Request) -> Record:
+def _decision(decision: RoutingDecision, request: Request) -> Record:
     chosen = decision.chosen
     return {
         "role": decision.role.value,

@@ -1,16 +1,9 @@
-"""A request's state in the router: choices, attempts and what was measured. Pure: no IO; mutated by the core alone.
+"""A request's state in the router: choices, attempts and what was measured. Pure: no IO; changed by the core alone.
 
-An attempt is one placement on a decode worker:
-
-    LOOKING_UP -> QUEUED -> RESERVING -> GRANTED -> PREFILLING -> DECODING -> ended
-                                 |          ^           |            ^
-                                 |          +-- P or transfer lost   |
-                                 +------> LOCAL (the decode worker prefills) --+
-
-    RESERVING, refused for now -> QUEUED.  The decode worker lost, at any time -> ended, a new attempt replays.
+The states of a request and of an attempt, and what moves them, are in `router/core/transitions.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,7 +12,8 @@ from common.values.messages import FirstTokens, HandoffReport
 from common.values.request import Fingerprint, FinishReason, TokenEvent, Work
 from router.core.events import PrefixKey
 from router.core.generation import GenerationRequest
-from router.core.policy import Decision
+from router.core.policy import RoutingDecision
+from router.core.workers import Worker
 
 # Tokens of one choice that may arrive ahead of a missing one; more means that the missing one never comes.
 MAX_HELD_TOKENS = 64
@@ -28,7 +22,18 @@ MAX_KEPT_DECISIONS = 16
 MAX_KEPT_ATTEMPTS = 16
 
 
-class Phase(StrEnum):
+class RequestState(StrEnum):
+    """absent: not here, or not any more. waiting: no decode worker has taken it yet."""
+
+    ABSENT = "absent"
+    WAITING = "waiting"
+    RUNNING = "running"
+
+
+class AttemptPhase(StrEnum):
+    """absent, for who speaks of it: it is not there, or not on that worker."""
+
+    ABSENT = "absent"
     LOOKING_UP = "looking_up"
     QUEUED = "queued"
     RESERVING = "reserving"
@@ -37,9 +42,6 @@ class Phase(StrEnum):
     LOCAL = "local"
     DECODING = "decoding"
     ENDED = "ended"
-
-
-WAITING_PHASES = frozenset({Phase.LOOKING_UP, Phase.QUEUED})
 
 
 @dataclass(slots=True)
@@ -85,13 +87,13 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Attempt:
+class RouterAttempt:
     """One placement of some of a request's choices. `choices` are those that have not ended."""
 
     attempt_id: AttemptId
     choices: list[int]
     token_ids: tuple[int, ...]
-    phase: Phase = Phase.LOOKING_UP
+    phase: AttemptPhase = AttemptPhase.LOOKING_UP
     lookups: set[PrefixKey] = field(default_factory=set)  # not answered yet
     cached_tokens: dict[WorkerRef, int] = field(default_factory=dict)  # what the index promised
     decode: WorkerRef | None = None
@@ -106,6 +108,20 @@ class Attempt:
     def promised(self, worker: WorkerRef) -> int:
         """Tokens that the index believes to be cached on a worker; the last token is always computed."""
         return min(self.cached_tokens.get(worker, 0), len(self.token_ids) - 1)
+
+    def num_missing(self, worker: WorkerRef) -> int:
+        """Tokens that a worker would have to compute, as far as the index knows."""
+        return len(self.token_ids) - self.promised(worker)
+
+    def num_blocks(self, worker: WorkerRef, block_size: int) -> int:
+        """Blocks that the attempt would newly take on a decode worker, as far as the index knows."""
+        return len(self.token_ids) // block_size + 1 - self.promised(worker) // block_size
+
+    def is_on(self, worker: Worker, prefill_try: int | None) -> bool:
+        """Whether a worker speaks of it; of its prefill worker's tries only the current one counts."""
+        if worker.is_decode:
+            return self.decode == worker.ref
+        return self.prefill == worker.ref and prefill_try in (None, self.prefill_try)
 
 
 @dataclass(slots=True)
@@ -129,17 +145,24 @@ class Request:
     spec: GenerationRequest
     ordinal: int  # of arrival
     arrived_s: float
-    choices: list[Choice]
     first_attempt: int = 0  # attempts are numbered from here
-    attempts: dict[int, Attempt] = field(default_factory=dict)
-    ended_attempts: list[Attempt] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    attempts: dict[int, RouterAttempt] = field(default_factory=dict)
+    ended_attempts: list[RouterAttempt] = field(default_factory=list)
+    decisions: list[RoutingDecision] = field(default_factory=list)
     num_attempts: int = 0
     num_retries: int = 0
     is_granted: bool = False  # some decode worker has taken it, at some time
     is_accepted: bool = False
     fingerprint: Fingerprint | None = None  # of the workers that made what was delivered: others would go on otherwise
     marks: Marks = field(default_factory=Marks)
+
+    def __post_init__(self) -> None:
+        self.choices = self.choices or [Choice(idx) for idx in range(self.spec.num_choices)]
+
+    @property
+    def state(self) -> RequestState:
+        return RequestState.RUNNING if self.is_granted else RequestState.WAITING
 
     @property
     def request_id(self) -> RequestId:
@@ -148,10 +171,6 @@ class Request:
     @property
     def deadline_s(self) -> float:
         return self.arrived_s + self.spec.deadline_s
-
-    @property
-    def has_ended(self) -> bool:
-        return all(choice.has_ended for choice in self.choices)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -167,7 +186,7 @@ class Request:
             num_cached = first.num_cached_tokens if first is not None else 0
         return min(num_cached, len(self.spec.token_ids))
 
-    def new_attempts(self, choices: Iterable[int]) -> list[Attempt]:
+    def new_attempts(self, choices: Iterable[int]) -> list[RouterAttempt]:
         """Attempts for choices that none has: one for all while there is no output, else one for each."""
         live = [idx for idx in choices if not self.choices[idx].has_ended]
         for idx in live:
@@ -177,7 +196,7 @@ class Request:
         groups = [[idx] for idx in live] if has_output else [live]
         return [self._new_attempt(group) for group in groups if group]
 
-    def work(self, attempt: Attempt, now_s: float) -> Work:
+    def work(self, attempt: RouterAttempt, now_s: float) -> Work:
         """What a worker needs to know of the attempt."""
         return Work(
             attempt_id=attempt.attempt_id,
@@ -191,7 +210,7 @@ class Request:
             tenant=self.spec.tenant,
         )
 
-    def dispatched(self, attempt: Attempt, now_s: float) -> None:
+    def dispatched(self, attempt: RouterAttempt, now_s: float) -> None:
         """A worker starts on the prompt. Whatever was measured before led to no token."""
         if self.marks.first_token_s is None:
             self.marks = Marks(attempt.attempt_id.attempt, now_s)
@@ -204,28 +223,61 @@ class Request:
         if message.attempt_id.attempt == self.marks.attempt and self.marks.first_tokens is None:
             self.marks.first_tokens = message
 
-    def renew(self, attempt: Attempt) -> Attempt:
+    def renew(self, attempt: RouterAttempt) -> RouterAttempt:
         """The same choices under a new number, for another placement: late answers to the old one can't match."""
         renewed = self._new_attempt(list(attempt.choices))
         renewed.cached_tokens = attempt.cached_tokens
         return renewed
 
-    def end_attempt(self, attempt: Attempt, reason: str) -> None:
+    def end_attempt(self, attempt: RouterAttempt, reason: str) -> None:
         """Move a live attempt to the ended ones."""
-        attempt.phase, attempt.end_reason = Phase.ENDED, reason
+        attempt.phase, attempt.end_reason = AttemptPhase.ENDED, reason
         del self.attempts[attempt.attempt_id.attempt]
         self.ended_attempts.append(attempt)
         del self.ended_attempts[:-MAX_KEPT_ATTEMPTS]
 
-    def note_decision(self, decision: Decision) -> None:
-        """Keep a decision; of very many only the newest."""
-        self.decisions.append(decision)
+    def take(self, attempt: RouterAttempt, tokens: Sequence[TokenEvent], now_s: float) -> list[TokenEvent]:
+        """Take tokens of an attempt in; returns those that are new and in order. Choices that end leave the attempt."""
+        live = [token for token in tokens if token.choice_idx in attempt.choices]
+        fresh = [ready for token in live for ready in self.choices[token.choice_idx].accept(token)]
+        if fresh:
+            self.fingerprint = attempt.fingerprint
+            if self.marks.first_token_s is None:
+                self.marks.first_token_s = now_s
+        self._drop_ended(attempt)
+        return fresh
+
+    def is_stuck(self, attempt: RouterAttempt) -> bool:
+        return any(self.choices[idx].is_stuck for idx in attempt.choices)
+
+    def stop_choice(self, choice_idx: int) -> RouterAttempt | None:
+        """The front end has enough of a choice; the attempt that had it, None when it has ended already."""
+        if self.choices[choice_idx].has_ended:
+            return None
+        attempt = next(attempt for attempt in self.attempts.values() if choice_idx in attempt.choices)
+        self.choices[choice_idx].is_stopped = True
+        self._drop_ended(attempt)
+        return attempt
+
+    def note_decisions(self, decisions: Iterable[RoutingDecision]) -> None:
+        """Keep decisions; of very many only the newest."""
+        self.decisions.extend(decisions)
         del self.decisions[:-MAX_KEPT_DECISIONS]
 
-    def _new_attempt(self, choices: list[int]) -> Attempt:
+    def check_invariants(self) -> None:
+        """Every choice that has not ended is in one attempt; raises AssertionError."""
+        live = [choice.idx for choice in self.choices if not choice.has_ended]
+        placed = sorted(idx for attempt in self.attempts.values() for idx in attempt.choices)
+        assert live == placed, f"{self.request_id}: choices {live} live, {placed} in attempts"
+        assert self.attempts, f"{self.request_id} has ended and is still here"
+
+    def _drop_ended(self, attempt: RouterAttempt) -> None:
+        attempt.choices = [idx for idx in attempt.choices if not self.choices[idx].has_ended]
+
+    def _new_attempt(self, choices: list[int]) -> RouterAttempt:
         delivered = tuple(self.choices[choices[0]].token_ids)
         number = self.first_attempt + self.num_attempts
-        attempt = Attempt(AttemptId(self.request_id, number), choices, self.spec.token_ids + delivered)
+        attempt = RouterAttempt(AttemptId(self.request_id, number), choices, self.spec.token_ids + delivered)
         self.attempts[number] = attempt
         self.num_attempts += 1
         return attempt

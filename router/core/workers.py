@@ -1,6 +1,5 @@
-"""The router's picture of the workers: who is connected, what they reported, what we placed on them. Pure: no IO."""
+"""The router's picture of one worker: what it reported, and what we placed on it. Pure: no IO."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from common.values.ids import AttemptId, WorkerRef
@@ -66,6 +65,10 @@ class Worker:
     @property
     def ref(self) -> WorkerRef:
         return self.info.ref
+
+    @property
+    def is_decode(self) -> bool:
+        return self.info.role is Role.DECODE
 
     @property
     def prefix_key(self) -> PrefixKey:
@@ -145,59 +148,3 @@ def _has_more_room(stats: WorkerStats, before: WorkerStats) -> bool:
     free = stats.kv_blocks_free + stats.kv_blocks_cached
     free_before = before.kv_blocks_free + before.kv_blocks_cached
     return free > free_before or stats.num_waiting < before.num_waiting
-
-
-class WorkerPool:
-    """All connected workers by reference. A worker id has at most one life here, the one first seen last."""
-
-    def __init__(self) -> None:
-        self._workers: dict[WorkerRef, Worker] = {}
-        self._first_seen: dict[WorkerRef, int] = {}  # in order; of lives that may connect (again)
-        self._num_seen = 0
-
-    def __iter__(self) -> Iterator[Worker]:
-        return iter(self._workers.values())
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    def get(self, ref: WorkerRef | None) -> Worker | None:
-        return self._workers.get(ref) if ref is not None else None
-
-    def by_id(self, worker_id: str) -> Worker | None:
-        return next((worker for worker in self if worker.info.ref.worker_id == worker_id), None)
-
-    def see(self, ref: WorkerRef) -> int:
-        """The ordinal of a life of a worker: a life that was seen earlier is never newer, however often it connects."""
-        if ref not in self._first_seen:
-            self._num_seen += 1
-            self._first_seen[ref] = self._num_seen
-        return self._first_seen[ref]
-
-    def forget_unlisted(self, listed: frozenset[WorkerRef]) -> None:
-        """A life that no client connects to does not come back."""
-        self._first_seen = {ref: at for ref, at in self._first_seen.items() if ref in listed or ref in self._workers}
-
-    def add(self, info: WorkerInfo, address: str, now_s: float) -> Worker:
-        worker = Worker(info, address, WorkerStats(kv_blocks_free=info.num_blocks), now_s)
-        self._workers[info.ref] = worker
-        return worker
-
-    def remove(self, ref: WorkerRef) -> Worker | None:
-        return self._workers.pop(ref, None)
-
-    def ready(self, role: Role) -> list[Worker]:
-        return [worker for worker in self if worker.info.role is role and worker.is_ready]
-
-    def has_ready_pair(self) -> bool:
-        """Some prefill and some decode worker could serve a request together."""
-        fingerprints = {worker.info.fingerprint for worker in self.ready(Role.DECODE)}
-        return any(worker.info.fingerprint in fingerprints for worker in self.ready(Role.PREFILL))
-
-    def prefix_keys(self) -> dict[PrefixKey, tuple[WorkerRef, ...]]:
-        """Ready workers by how they hash."""
-        groups: dict[PrefixKey, tuple[WorkerRef, ...]] = {}
-        for worker in self:
-            if worker.is_ready:
-                groups[worker.prefix_key] = (*groups.get(worker.prefix_key, ()), worker.ref)
-        return groups

@@ -322,7 +322,7 @@ async def test_bug_in_the_core_ends_the_service_instead_of_hiding(monkeypatch: p
         def fail(*_: object) -> None:
             raise AssertionError("planted")
 
-        monkeypatch.setattr("router.core.core.RouterCore._on_worker_message", fail)
+        monkeypatch.setattr("router.core.core.RouterCore._hear", fail)
         workers["d0"].send(idle_stats(workers["d0"]))
         with pytest.raises(ExceptionGroup):
             async with asyncio.timeout(60):

@@ -221,6 +221,6 @@ class ClusterWorld:
         cluster_checks.check_quiet(self)
 
     def key_parts(self) -> object:
-        ledger = self.router._ledger
+        requests = self.router._requests
         state = [self.budget, self.now_s, self.processes, self.net, self.streams, self.output, self.end]
-        return state, ledger, cluster_checks.identity_facts(self)
+        return state, self.router._pool, requests.live, requests.timers, cluster_checks.identity_facts(self)

@@ -111,10 +111,17 @@ MUTANTS = (
     ),
     Mutant(
         "a retry has no new try number",
-        "router.core.dispatch:Dispatch._try_prefill",
-        "attempt.prefill_try += 1",
-        "attempt.prefill_try = 0",
+        "router.core.transitions:_start_prefill",
+        "attempt.prefill_try + 1",
+        "0",
         ("cluster: a session breaks",),
+    ),
+    Mutant(
+        "a late message is acted on: a prefill worker fails after the decode worker took over",
+        "router.core.core:RouterCore._hear_of_attempt",
+        "phase = attempt.phase",
+        "phase = attempt.phase if worker.is_decode else AttemptPhase.PREFILLING",
+        ("tests/router/core/test_transitions.py::test_what_a_prefill_worker_says_in_every_phase",),
     ),
     Mutant(
         "a replay draws with another seed",
@@ -126,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages of an earlier life of a worker are believed",
-        "router.core.workers:WorkerPool.get",
+        "router.core.pool:WorkerPool.get",
         "self._workers.get(ref) if",
         "self.by_id(ref.worker_id) if",
         ("tests/router/core/test_core_faults.py::test_what_an_earlier_life_of_a_worker_says_is_not_believed",),

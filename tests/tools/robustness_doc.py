@@ -11,6 +11,7 @@ from typing import Any
 
 from kvtransfer.receiver import core as receiver
 from kvtransfer.sender import core as sender
+from router.core import transitions as router
 from tests.chaos.ledger import in_words
 from tests.chaos.rows import ROWS
 from tests.chaos.runbook import RUNBOOK
@@ -30,7 +31,8 @@ Rows = Mapping[tuple[type, Any], Callable[..., None]]
 def state_table(rows: Rows) -> Iterator[str]:
     """Events down, states across; a cell is the function that the row runs."""
     events = list(dict.fromkeys(event for event, _ in rows))
-    states = list(type(next(iter(rows))[1]))
+    used = {state for _, state in rows}
+    states = [state for state in type(next(iter(rows))[1]) if state in used]
     yield _row("event", *(str(state) for state in states))
     yield _row(*["---"] * (len(states) + 1))
     for event in events:
@@ -166,6 +168,10 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "receiver-transfers": lambda: state_table(receiver.TRANSFER_ROWS),
     "receiver-attempts": lambda: state_table(receiver.ATTEMPT_ROWS),
     "receiver-peers": lambda: state_table(receiver.PEER_ROWS),
+    "router-requests": lambda: state_table(router.REQUEST_ROWS),
+    "router-attempts": lambda: state_table(router.OWN_ROWS),
+    "router-decode": lambda: state_table(router.DECODE_ROWS),
+    "router-prefill": lambda: state_table(router.PREFILL_ROWS),
     "handoff-worlds": lambda: worlds_table(handoff_worlds.WORLDS),
     "cluster-worlds": lambda: worlds_table(cluster_worlds.WORLDS),
     "explored": explored,

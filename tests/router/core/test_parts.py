@@ -10,21 +10,21 @@ from common.values.errors import Overloaded, WorkerFailed
 from common.values.ids import AttemptId, RequestId
 from common.values.messages import Refused, Reserve, WorkerStats
 from common.values.request import FinishReason
-from router.core.attempt_queue import AttemptQueue
 from router.core.generation import Accepted, Failed, Finished, RequestTimings, Tokens
-from router.core.request_state import MAX_KEPT_DECISIONS, Attempt, Choice, Request
+from router.core.request_state import MAX_KEPT_DECISIONS, Request, RouterAttempt
 from router.core.retry_budget import RetryBudget
 from router.core.router_limits import RouterLimits
+from router.core.waiting import AttemptQueue
 from router.core.workers import Worker
 from router.observe.request_metrics import NullMetrics, RequestMetrics
 from router.stream import GenerationStream
 from tests.router.core.kit import Driver, request, token, worker_info
 
 
-def attempt_of(spec_name: str, ordinal: int, priority: int = 0, attempt: int = 0) -> tuple[Request, Attempt]:
+def attempt_of(spec_name: str, ordinal: int, priority: int = 0, attempt: int = 0) -> tuple[Request, RouterAttempt]:
     spec = request(spec_name, priority=priority)
-    parent = Request(spec, ordinal, 0.0, [Choice(0)])
-    return parent, Attempt(AttemptId(spec.request_id, attempt), [0], spec.token_ids)
+    parent = Request(spec, ordinal, 0.0)
+    return parent, RouterAttempt(AttemptId(spec.request_id, attempt), [0], spec.token_ids)
 
 
 def test_queue_orders_by_priority_arrival_and_attempt_and_forgets_what_leaves() -> None:

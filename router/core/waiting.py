@@ -1,0 +1,152 @@
+"""Attempts that wait for a worker: their order, and what can be done for them now. Pure: no IO.
+
+Owns the order, not the attempts: `steps` says what to do, and whoever does it moves the attempts.
+"""
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from common.values.ids import AttemptId
+from router.core.placement import Placer
+from router.core.policy import RoutingDecision
+from router.core.pool import WorkerPool
+from router.core.request_state import AttemptPhase, Request, RouterAttempt
+from router.core.router_limits import RouterLimits
+from router.core.workers import Worker
+
+_Entry = tuple[int, int, int]  # priority, arrival, attempt
+
+
+class AttemptQueue:
+    """Attempts by priority, then arrival of their request."""
+
+    def __init__(self) -> None:
+        self._order: list[_Entry] = []
+        self._items: dict[_Entry, tuple[Request, RouterAttempt]] = {}
+        self._entries: dict[AttemptId, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[tuple[Request, RouterAttempt]]:
+        """A snapshot: adding and removing meanwhile is allowed."""
+        return iter([self._items[entry] for entry in self._order])
+
+    def __contains__(self, attempt_id: AttemptId) -> bool:
+        return attempt_id in self._entries
+
+    def add(self, request: Request, attempt: RouterAttempt) -> None:
+        entry = (request.spec.priority, request.ordinal, attempt.attempt_id.attempt)
+        assert entry not in self._items, f"{attempt.attempt_id} waits already"
+        insort(self._order, entry)
+        self._items[entry] = (request, attempt)
+        self._entries[attempt.attempt_id] = entry
+
+    def discard(self, attempt_id: AttemptId) -> None:
+        entry = self._entries.pop(attempt_id, None)
+        if entry is not None:
+            self._order.remove(entry)
+            del self._items[entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Ask a decode worker to take an attempt. It may prefill up to `local_max` uncached tokens by itself."""
+
+    request: Request
+    attempt: RouterAttempt
+    worker: Worker
+    local_max: int
+    decisions: tuple[RoutingDecision, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStart:
+    """Send a granted attempt to a prefill worker."""
+
+    request: Request
+    attempt: RouterAttempt
+    worker: Worker
+    decision: RoutingDecision
+
+
+@dataclass(frozen=True, slots=True)
+class StillWaits:
+    """No worker takes the attempt now. `has_pair`: those that it needs are there, if perhaps full."""
+
+    attempt: RouterAttempt
+    has_pair: bool
+
+
+Step = Reservation | PrefillStart | StillWaits
+
+
+class Waiting:
+    """Who waits, for a decode worker or, granted by one, for a prefill worker."""
+
+    def __init__(self, pool: WorkerPool, limits: RouterLimits) -> None:
+        self.queued = AttemptQueue()
+        self.granted = AttemptQueue()
+        self._placer = Placer(pool, limits.local_prefill_max_tokens, limits.balance_prefill_max_tokens)
+        self._balance_max = limits.balance_prefill_max_tokens
+        self._is_awake = False
+
+    def wake(self) -> None:
+        """Something has changed that may let an attempt go on."""
+        self._is_awake = True
+
+    def add(self, request: Request, attempt: RouterAttempt) -> None:
+        (self.queued if attempt.phase is AttemptPhase.QUEUED else self.granted).add(request, attempt)
+        self.wake()
+
+    def discard(self, attempt: RouterAttempt) -> None:
+        self.queued.discard(attempt.attempt_id)
+        self.granted.discard(attempt.attempt_id)
+
+    def has_pair(self, request: Request, attempt: RouterAttempt) -> bool:
+        return self._placer.has_pair(request, attempt)
+
+    def check_invariants(self, attempts: Sequence[RouterAttempt]) -> None:
+        """Of all live attempts exactly those wait whose phase says so; raises AssertionError."""
+        for queue, phase in ((self.queued, AttemptPhase.QUEUED), (self.granted, AttemptPhase.GRANTED)):
+            waiting = [attempt.attempt_id for attempt in attempts if attempt.phase is phase]
+            assert len(queue) == len(waiting), f"an attempt waits that is not {phase}"
+            assert all(attempt_id in queue for attempt_id in waiting)
+
+    def steps(self, now_s: float) -> Iterator[Step]:
+        """What can be done, in order; each is to be done before the next is asked for.
+
+        A request that lacks room holds back those behind it, unless it waits for a worker that it named.
+        """
+        if not self._is_awake:
+            return
+        self._is_awake = False
+        for request, attempt in self.granted:
+            yield self._prefill_step(request, attempt, now_s)
+        is_blocked = False
+        for request, attempt in self.queued:
+            is_pinned = bool(request.spec.decode_worker_id or request.spec.prefill_worker_id)
+            if is_blocked and not is_pinned:
+                continue
+            step = self._decode_step(request, attempt, now_s)
+            is_blocked |= isinstance(step, StillWaits) and step.has_pair and not is_pinned
+            yield step
+
+    def _prefill_step(self, request: Request, attempt: RouterAttempt, now_s: float) -> Step:
+        decision = self._placer.choose_prefill(request, attempt, now_s)
+        if decision.chosen is None:
+            return StillWaits(attempt, self.has_pair(request, attempt))
+        return PrefillStart(request, attempt, self._placer.take(decision, now_s), decision)
+
+    def _decode_step(self, request: Request, attempt: RouterAttempt, now_s: float) -> Step:
+        decision = self._placer.choose_decode(request, attempt, now_s)
+        if decision.chosen is None:
+            return StillWaits(attempt, self.has_pair(request, attempt))
+        worker = self._placer.take(decision, now_s)
+        prefiller = self._placer.choose_prefiller(request, attempt, worker, now_s)
+        if prefiller is None:
+            return Reservation(request, attempt, worker, self._placer.local_max(request), (decision,))
+        is_here = prefiller.chosen == len(prefiller.candidates) - 1
+        local_max = self._balance_max if is_here else self._placer.local_max(request)
+        return Reservation(request, attempt, worker, local_max, (decision, prefiller))
