@@ -9,6 +9,7 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from common.checkpoint.spec import ModelSpec
+from common.checkpoint.tensors import StoredTensor
 
 GenerationDefaults = Mapping[str, float | int]
 
@@ -17,7 +18,8 @@ GenerationDefaults = Mapping[str, float | int]
 class Checkpoint:
     """What a model says about itself. Opening reads metadata only; the tokenizer is built when first asked for.
 
-    `eos_token_ids` holds every id that ends an answer, the tokenizer's own `eos_token_id` first.
+    `tensors` are those to read, by Hugging Face name. `special_tokens` are by the name that a chat template uses.
+    `eos_token_ids` holds every id that ends an answer, the tokenizer's own first.
     `generation_defaults` may hold temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens, as the
     model's authors advise.
     """
@@ -25,17 +27,26 @@ class Checkpoint:
     path: Path
     format: Literal["huggingface", "gguf"]
     config: ModelSpec
+    tensors: Mapping[str, StoredTensor]
     chat_template: str | None
-    bos_token: str | None
+    special_tokens: Mapping[str, str | list[str]]
     bos_token_id: int | None
-    eos_token: str | None
-    eos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     generation_defaults: GenerationDefaults
     digest: str
     tokenizer_digest: str
     served_name: str
     build_tokenizer: Callable[[], Tokenizer]
+
+    @property
+    def bos_token(self) -> str | None:
+        token = self.special_tokens.get("bos_token")
+        return token if isinstance(token, str) else None
+
+    @property
+    def eos_token(self) -> str | None:
+        token = self.special_tokens.get("eos_token")
+        return token if isinstance(token, str) else None
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, one object for all callers: never set truncation or padding on it."""

@@ -1,106 +1,142 @@
-"""Reads the metadata of a GGUF file: shape, tokenizer, chat template."""
+"""Reads what a GGUF model says about itself: shape, tensors, tokenizer, chat template."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint.checkpoint import Checkpoint
 from common.checkpoint.digest import digest_files
-from common.checkpoint.gguf_metadata import GgufHeader, read_gguf_header
-from common.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_digest
+from common.checkpoint.gguf_files import GgufFiles, gguf_served_name, read_gguf_files
+from common.checkpoint.gguf_rope import read_gguf_rope
+from common.checkpoint.gguf_tokenizer import TEMPLATE_NAMES, build_tokenizer, read_vocabulary, tokenizer_digest
 from common.checkpoint.spec import CheckpointError, ModelSpec
+from common.checkpoint.tensors import StoredTensor, check_tensors
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-
-# Tokens that end an answer whatever eos_token_id says: the list is llama.cpp's (src/llama-vocab.cpp, special_eog_ids).
-END_OF_GENERATION = frozenset(
-    {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>"}
-)
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ROPE_FREQUENCIES = "rope_freqs.weight"
+UNSUPPORTED = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "expert_count")
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Raises CheckpointError that names what is damaged or not offered."""
-    header = read_gguf_header(path)
-    metadata = header.metadata
-    tokens = _tokens(path, metadata)
-    bos_token_id = metadata.get("tokenizer.ggml.bos_token_id")
-    eos_token_id = metadata.get("tokenizer.ggml.eos_token_id")
-    spec = _spec(path, header)
-    table = repr((spec, sorted(header.tensors.items()))).encode()
+    """Raises CheckpointError that names the file, and what is damaged or not offered."""
+    files = read_gguf_files(path)
+    try:
+        return _open(path, files)
+    except CheckpointError as error:
+        text = str(error)
+        raise error if text.startswith(str(path.parent)) else CheckpointError(f"{path}: {text}") from error
+
+
+def huggingface_name(gguf_name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight"""
+    stem, _, kind = gguf_name.rpartition(".")
+    if stem.startswith("blk.") and stem.count(".") >= 2:
+        _, layer, part = stem.split(".", 2)
+        return f"model.layers.{layer}.{LAYER_NAMES.get(part, part)}.{kind}"
+    return f"{NAMES.get(stem, stem)}.{kind}"
+
+
+def _open(path: Path, files: GgufFiles) -> Checkpoint:
+    metadata = files.metadata
+    spec = _spec(files)
+    tensors = {huggingface_name(name): tensor for name, tensor in files.tensors.items() if name != ROPE_FREQUENCIES}
+    check_tensors(path, spec, tensors)
+    vocabulary = read_vocabulary(metadata)
+    if len(vocabulary.tokens) > spec.vocab_size:
+        raise CheckpointError(f"{len(vocabulary.tokens)} tokens do not fit embeddings for {spec.vocab_size}")
+    named = {each: token for name, each in TEMPLATE_NAMES.items() if (token := vocabulary.token(name)) is not None}
     return Checkpoint(
         path=path,
         format="gguf",
         config=spec,
-        chat_template=metadata.get("tokenizer.chat_template"),
-        bos_token=_token(path, tokens, bos_token_id),
-        bos_token_id=bos_token_id,
-        eos_token=_token(path, tokens, eos_token_id),
-        eos_token_id=eos_token_id,
-        eos_token_ids=_eos_token_ids(tokens, eos_token_id),
+        tensors=tensors,
+        chat_template=_chat_template(metadata),
+        special_tokens=named,
+        bos_token_id=vocabulary.special_ids.get("bos"),
+        eos_token_ids=vocabulary.eos_token_ids(),
         generation_defaults={},
-        digest=digest_files([table], [path]),
+        digest=digest_files([_table(spec, files.tensors)], files.parts),
         tokenizer_digest=tokenizer_digest(metadata),
-        served_name=path.stem,
+        served_name=gguf_served_name(path),
         build_tokenizer=partial(build_tokenizer, metadata),
     )
 
 
-def _tokens(path: Path, metadata: dict[str, Any]) -> list[str]:
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list):
-        raise CheckpointError(f"{path} holds no vocabulary (tokenizer.ggml.tokens)")
-    return tokens
+def _table(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> bytes:
+    entries = sorted((name, each.shape, each.kind, each.offset) for name, each in tensors.items())
+    return repr((spec, entries)).encode()
 
 
-def _token(path: Path, tokens: list[str], token_id: int | None) -> str | None:
-    if token_id is None:
-        return None
-    if token_id >= len(tokens):
-        raise CheckpointError(f"{path}: special token {token_id} is not in a vocabulary of {len(tokens)}")
-    return tokens[token_id]
+def _chat_template(metadata: Mapping[str, Any]) -> str | None:
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError("tokenizer.chat_template should be text")
+    return template
 
 
-def _eos_token_ids(tokens: list[str], eos_token_id: int | None) -> tuple[int, ...]:
-    named = [token_id for token_id, token in enumerate(tokens) if token in END_OF_GENERATION]
-    return tuple(dict.fromkeys(token_id for token_id in (eos_token_id, *named) if token_id is not None))
-
-
-def _spec(path: Path, header: GgufHeader) -> ModelSpec:
-    metadata = header.metadata
-    architecture = metadata.get("general.architecture", "none")
+def _spec(files: GgufFiles) -> ModelSpec:
+    architecture = files.metadata.get("general.architecture", "none")
     if architecture not in ARCHITECTURES:
-        raise CheckpointError(f"{path}: architecture {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
-    if "rope_freqs.weight" in header.tensors or f"{architecture}.rope.scaling.type" in metadata:
-        raise CheckpointError(f"{path}: RoPE scaling in GGUF is not supported; use the Hugging Face directory")
-    for name in ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
-        if metadata.get(f"{architecture}.{name}"):
-            raise CheckpointError(f"{path}: {architecture}.{name} is not supported; use the Hugging Face directory")
-    try:
-        return _spec_of(architecture, header)
-    except KeyError as error:
-        raise CheckpointError(f"{path}: metadata field {error} is missing") from error
+        raise CheckpointError(f"architecture {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
+    for name in UNSUPPORTED:
+        if files.metadata.get(f"{architecture}.{name}"):
+            raise CheckpointError(f"{architecture}.{name} is not supported; use the Hugging Face directory")
+    for name in ("token_embd.weight", "output_norm.weight"):
+        if name not in files.tensors:
+            raise CheckpointError(f"weight {name} is missing")
+    return _spec_of(architecture, files)
 
 
-def _spec_of(architecture: str, header: GgufHeader) -> ModelSpec:
-    def field(name: str) -> Any:  # int or float as the file says
-        return header.metadata[f"{architecture}.{name}"]
+def _spec_of(architecture: str, files: GgufFiles) -> ModelSpec:
+    def integer(name: str, absent: int | None = None) -> int:
+        return _integer(files.metadata, f"{architecture}.{name}", absent)
 
-    optional = header.metadata.get
-    num_heads, hidden_size = field("attention.head_count"), field("embedding_length")
+    num_heads, hidden_size = integer("attention.head_count"), integer("embedding_length")
+    head_dim = integer("attention.key_length", hidden_size // num_heads)
+    if integer("attention.value_length", head_dim) != head_dim:
+        raise CheckpointError(f"{architecture}.attention.value_length differs from key_length: not supported")
+    rope = read_gguf_rope(files.metadata, architecture, head_dim, files.tensors.get(ROPE_FREQUENCIES))
+    epsilon = files.metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon")
+    if not isinstance(epsilon, float):
+        raise CheckpointError(f"{architecture}.attention.layer_norm_rms_epsilon should be a number, got {epsilon!r}")
     return ModelSpec(
         architecture=architecture,
-        num_layers=field("block_count"),
+        num_layers=integer("block_count"),
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=optional(f"{architecture}.attention.head_count_kv", num_heads),
-        head_dim=optional(f"{architecture}.attention.key_length", hidden_size // num_heads),
-        intermediate_size=field("feed_forward_length"),
-        vocab_size=header.tensors["token_embd.weight"].shape[0],
-        max_position=field("context_length"),
-        rope_theta=optional(f"{architecture}.rope.freq_base", 10000.0),
-        rope_scaling=None,
-        rms_norm_eps=field("attention.layer_norm_rms_epsilon"),
-        tie_embeddings="output.weight" not in header.tensors,
+        num_kv_heads=integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        intermediate_size=integer("feed_forward_length"),
+        vocab_size=files.tensors["token_embd.weight"].shape[0],
+        max_position=integer("context_length"),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        rms_norm_eps=epsilon,
+        tie_embeddings="output.weight" not in files.tensors,
         attention_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
     )
+
+
+def _integer(metadata: Mapping[str, Any], key: str, absent: int | None) -> int:
+    value = metadata.get(key, absent)
+    if isinstance(value, list) and len(set(value)) == 1:
+        value = value[0]  # the same for every layer
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"metadata field {key!r} should be a positive integer, got {value!r:.80}")
+    return value

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.model_files import LFS_POINTER, refuse_non_model
 from common.checkpoint.spec import CheckpointError
 
 SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -37,6 +38,8 @@ class GgufHeader:
 
 def read_gguf_header(path: Path) -> GgufHeader:
     """Raises CheckpointError when the file is not GGUF, is cut off, or is of a version that is not known."""
+    with path.open("rb") as file:
+        refuse_non_model(path, file.read(len(LFS_POINTER)))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             return _Cursor(data).header()
@@ -60,6 +63,8 @@ class _Cursor:
         metadata = {self._string(): self._value(self._scalar("I")) for _ in self._count(num_fields)}
         infos = [self._tensor_info() for _ in self._count(num_tensors)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise CheckpointError(f"general.alignment should be a positive integer, got {alignment!r}")
         start = math.ceil(self._offset / alignment) * alignment
         tensors = {name: GgufTensor(name, shape, type_id, start + at) for name, shape, type_id, at in infos}
         return GgufHeader(metadata, tensors, self._offset)

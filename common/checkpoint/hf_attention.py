@@ -10,6 +10,7 @@ from typing import Any
 from common.checkpoint.spec import CheckpointError
 
 Config = Mapping[str, Any]
+ABSENT_WINDOW = 4096  # what transformers takes where the field is absent, but for Llama
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -18,9 +19,11 @@ def layer_windows(config: Config, num_layers: int) -> tuple[int, ...]:
     has_window = _layers_with_window(config, num_layers)
     if not any(has_window):
         return ()
-    window = config.get("sliding_window")
-    if not isinstance(window, int) or window < 1:
+    window = config.get("sliding_window", ABSENT_WINDOW)
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise CheckpointError(f"config.json: sliding_window should be a positive integer, got {window!r}")
+    if window >= config.get("max_position_embeddings", 0):
+        return ()  # no token is ever behind it
     return tuple(window if has else 0 for has in has_window)
 
 
@@ -34,6 +37,8 @@ def _layers_with_window(config: Config, num_layers: int) -> list[bool]:
     if architecture.startswith("Qwen"):
         first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else num_layers
         return [idx >= first for idx in range(num_layers)]
-    if architecture.startswith("Llama") and config.get("sliding_window"):
+    if not architecture.startswith("Llama"):
+        return [config.get("sliding_window", ABSENT_WINDOW) is not None] * num_layers
+    if config.get("sliding_window"):
         raise CheckpointError(f"config.json: sliding_window={config['sliding_window']!r} is not supported for Llama")
-    return [bool(config.get("sliding_window"))] * num_layers
+    return [False] * num_layers

@@ -1,7 +1,11 @@
-"""Reads a Hugging Face directory: configuration, tokenizer, chat template, generation defaults."""
+"""Reads a Hugging Face directory: configuration, tensors, tokenizer, chat template, generation defaults."""
 
 import hashlib
 import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,103 +14,90 @@ from tokenizers import Tokenizer
 from common.checkpoint.checkpoint import Checkpoint, GenerationDefaults
 from common.checkpoint.digest import digest_files
 from common.checkpoint.hf_config import parse_config
-from common.checkpoint.spec import CheckpointError
+from common.checkpoint.hf_tokenizer import read_chat_template, read_special_tokens, read_tokenizer
+from common.checkpoint.model_files import read_json
+from common.checkpoint.safetensors_files import have_equal_bytes, stored_tensors, weight_files
+from common.checkpoint.spec import CheckpointError, ModelSpec
+from common.checkpoint.tensors import StoredTensor, check_tensors
 
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HUB_DIRECTORY = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
 
 
 def open_huggingface(path: Path) -> Checkpoint:
     """Read the metadata of a Hugging Face directory. Raises CheckpointError that names what is missing or unknown."""
-    config = _read_json(path / "config.json")
-    tokenizer_config = _read_json(path / "tokenizer_config.json", is_optional=True)
-    generation = _read_json(path / "generation_config.json", is_optional=True)
-    tokenizer_text = _read_bytes(path / "tokenizer.json")
-    tokenizer = _plain_tokenizer(tokenizer_text)
-    bos_token = _special_token(tokenizer_config, "bos_token")
-    eos_token = _special_token(tokenizer_config, "eos_token")
-    eos_token_ids = _eos_token_ids(eos_token, tokenizer, generation, config)
+    _refuse_other_directories(path)
+    config = read_json(path / "config.json")
+    tokenizer_config = read_json(path / "tokenizer_config.json", is_optional=True)
+    generation = read_json(path / "generation_config.json", is_optional=True)
+    special_tokens = read_special_tokens(path, tokenizer_config)
+    tokenizer = read_tokenizer(path, tokenizer_config, special_tokens)
+    spec, tensors = _model(path, config)
     return Checkpoint(
         path=path,
         format="huggingface",
-        config=parse_config(config),
-        chat_template=_chat_template(path, tokenizer_config),
-        bos_token=bos_token,
-        bos_token_id=tokenizer.token_to_id(bos_token) if bos_token else None,
-        eos_token=eos_token,
-        eos_token_id=eos_token_ids[0] if eos_token_ids else None,
-        eos_token_ids=eos_token_ids,
+        config=spec,
+        tensors=tensors,
+        chat_template=read_chat_template(path, tokenizer_config),
+        special_tokens=special_tokens,
+        bos_token_id=_id_of(tokenizer, special_tokens.get("bos_token")),
+        eos_token_ids=_eos_token_ids(path, tokenizer, special_tokens, [generation, config]),
         generation_defaults=_generation_defaults(generation),
         digest=digest_files([json.dumps(config, sort_keys=True).encode()], weight_files(path)),
-        tokenizer_digest=hashlib.sha256(tokenizer_text).hexdigest(),
-        served_name=path.resolve().name,
+        tokenizer_digest=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+        served_name=served_name(path),
         build_tokenizer=lambda: tokenizer,
     )
 
 
-def _plain_tokenizer(text: bytes) -> Tokenizer:
-    """Without the truncation and padding that the file's last user had set: they would cut prompts or fill them up."""
-    tokenizer = Tokenizer.from_str(text.decode())
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+def served_name(path: Path) -> str:
+    """The name that a person would give the directory: in the hub's cache, owner/name, else what they called it."""
+    absolute = Path(os.path.abspath(path))  # a link keeps its own name
+    if absolute.parent.name == "snapshots" and (found := HUB_DIRECTORY.fullmatch(absolute.parent.parent.name)):
+        return f"{found['owner']}/{found['name']}"
+    return absolute.name
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a directory: those of the index, else model.safetensors."""
-    index = path / "model.safetensors.index.json"
-    names = set(_read_json(index)["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    files = [path / name for name in sorted(names)]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise CheckpointError(f"{path}: weight files are missing: {', '.join(missing)}")
-    return files
+def _refuse_other_directories(path: Path) -> None:
+    """A directory that holds the model one level down, or as GGUF: say where."""
+    if (path / "config.json").exists():
+        return
+    inside = [*sorted(path.glob("snapshots/*/config.json")), *sorted(path.glob("*.gguf"))]
+    if inside:
+        better = [str(file.parent if file.name == "config.json" else file) for file in inside[:3]]
+        raise CheckpointError(f"{path} holds no config.json; name {' or '.join(better)} itself")
 
 
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
-    if is_optional and not path.exists():
-        return {}
-    content = _read_bytes(path)
-    try:
-        value = json.loads(content)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} should hold a JSON object")
-    return value
-
-
-def _special_token(tokenizer_config: dict[str, Any], name: str) -> str | None:
-    """A special token is written as a string or as an AddedToken object."""
-    token = tokenizer_config.get(name)
-    return token["content"] if isinstance(token, dict) else token
+def _model(path: Path, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, StoredTensor]]:
+    """The shape and the tensors to read. A head that a configuration calls tied and that differs is read, as
+    transformers does."""
+    spec, tensors = parse_config(config), stored_tensors(path)
+    if spec.tie_embeddings and HEAD in tensors:
+        if EMBEDDING in tensors and have_equal_bytes(tensors[EMBEDDING], tensors[HEAD]):
+            del tensors[HEAD]
+        else:
+            spec = replace(spec, tie_embeddings=False)
+    check_tensors(path, spec, tensors)
+    return spec, tensors
 
 
 def _eos_token_ids(
-    eos_token: str | None, tokenizer: Tokenizer, generation: dict[str, Any], config: dict[str, Any]
+    path: Path, tokenizer: Tokenizer, special_tokens: Mapping[str, str | list[str]], sources: Iterable[dict[str, Any]]
 ) -> tuple[int, ...]:
-    """The tokenizer's EOS (chat models end turns with it) and those of generation_config, else of config."""
-    own = tokenizer.token_to_id(eos_token) if eos_token else None
-    declared = generation.get("eos_token_id", config.get("eos_token_id"))
-    several = declared if isinstance(declared, list) else [declared]
-    return tuple(dict.fromkeys(token_id for token_id in (own, *several) if token_id is not None))
+    """The tokenizer's EOS (chat models end turns with it) first, then those that any file names."""
+    ids = [_id_of(tokenizer, special_tokens.get("eos_token"))]
+    for source in sources:
+        declared = source.get("eos_token_id")
+        several = declared if isinstance(declared, list) else [declared]
+        if not all(each is None or (isinstance(each, int) and each >= 0) for each in several):
+            raise CheckpointError(f"{path}: eos_token_id should be an integer or a list of them, got {declared!r}")
+        ids += several
+    return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
-def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """The template of its own file, else of tokenizer_config.json, where it may be a list of named ones."""
-    file = path / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+def _id_of(tokenizer: Tokenizer, token: str | list[str] | None) -> int | None:
+    return tokenizer.token_to_id(token) if isinstance(token, str) else None
 
 
 def _generation_defaults(generation: dict[str, Any]) -> GenerationDefaults:

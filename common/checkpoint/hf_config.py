@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.checkpoint.hf_attention import layer_windows
-from common.checkpoint.spec import CheckpointError, ModelSpec, RopeScaling
+from common.checkpoint.hf_rope import read_rope
+from common.checkpoint.spec import CheckpointError, ModelSpec
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -12,6 +13,9 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+# What transformers takes for a field that is absent, where that is not derived from other fields.
+ABSENT_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+ABSENT_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 Config = Mapping[str, Any]
 
 
@@ -22,20 +26,21 @@ def parse_config(config: Config) -> ModelSpec:
     num_layers = _required(config, "num_hidden_layers")
     num_heads = _required(config, "num_attention_heads")
     hidden_size = _required(config, "hidden_size")
-    rope = config.get("rope_parameters") or config
+    rope = read_rope(config)
+    name = config["architectures"][0]
     return ModelSpec(
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or hidden_size // num_heads,
+        num_kv_heads=_optional(config, "num_key_value_heads", ABSENT_KV_HEADS.get(name)) or num_heads,
+        head_dim=_optional(config, "head_dim", ABSENT_HEAD_DIM.get(name)) or hidden_size // num_heads,
         intermediate_size=_required(config, "intermediate_size"),
         vocab_size=_required(config, "vocab_size"),
         max_position=_required(config, "max_position_embeddings"),
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
-        rope_scaling=_rope_scaling(config.get("rope_parameters") or config.get("rope_scaling")),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        rms_norm_eps=_epsilon(config),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
@@ -46,16 +51,31 @@ def parse_config(config: Config) -> ModelSpec:
 
 def _required(config: Config, name: str) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"config.json: {name} should be a positive integer, got {value!r}")
     return value
 
 
+def _optional(config: Config, name: str, absent: int | None) -> int | None:
+    """None for a null: derived from other fields."""
+    if name not in config:
+        return absent
+    return None if config[name] is None else _required(config, name)
+
+
+def _epsilon(config: Config) -> float:
+    value = config.get("rms_norm_eps", 1e-6)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise CheckpointError(f"config.json: rms_norm_eps should be a number, got {value!r}")
+    return float(value)
+
+
 def _architecture(config: Config) -> str:
-    names = config.get("architectures") or ["none"]
-    if names[0] not in ARCHITECTURES:
-        raise CheckpointError(f"config.json: architecture {names[0]!r} is not one of {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[names[0]]
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name not in ARCHITECTURES:
+        raise CheckpointError(f"config.json: architecture {name!r} is not one of {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[name]
 
 
 def _refuse_unsupported(config: Config) -> None:
@@ -69,17 +89,3 @@ def _refuse_unsupported(config: Config) -> None:
     for name, is_unsupported in found.items():
         if is_unsupported:
             raise CheckpointError(f"config.json: {name}={config[name]!r} is not supported")
-
-
-def _rope_scaling(scaling: Config | None) -> RopeScaling | None:
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-    if scaling is None or kind == "default":
-        return None
-    if kind != "llama3":
-        raise CheckpointError(f"config.json: rope type {kind!r} is not supported, only 'default' and 'llama3'")
-    return RopeScaling(
-        factor=float(scaling["factor"]),
-        low_freq_factor=float(scaling["low_freq_factor"]),
-        high_freq_factor=float(scaling["high_freq_factor"]),
-        original_max_position=int(scaling["original_max_position_embeddings"]),
-    )

@@ -5,6 +5,7 @@ from pathlib import Path
 from common.checkpoint.checkpoint import Checkpoint
 from common.checkpoint.gguf_checkpoint import open_gguf
 from common.checkpoint.hf_checkpoint import open_huggingface
+from common.checkpoint.model_files import LFS_POINTER, refuse_non_model
 from common.checkpoint.spec import CheckpointError
 
 
@@ -16,7 +17,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if not path.is_file():
         raise CheckpointError(f"no model at {path}: expected a Hugging Face directory or a GGUF file")
     with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise CheckpointError(f"{path} is neither a directory nor a GGUF file (it starts with {magic!r})")
+        head = file.read(len(LFS_POINTER))
+    refuse_non_model(path, head)
+    if not head.startswith(b"GGUF"):
+        raise CheckpointError(f"{path} is neither a directory nor a GGUF file (it starts with {head[:4]!r})")
     return open_gguf(path)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -45,13 +46,14 @@ def run_up(config: ClusterConfig, *, as_json: bool) -> int:
 
 def with_model(config: ClusterConfig) -> ClusterConfig:
     """The configuration with a model path that exists: the demo model when none was named."""
-    from common.checkpoint import open_checkpoint
+    from router.text.tokenizer import check_model
 
     path = config.model.path
     if not path:
         path = str(_demo_model())
-    open_checkpoint(path)  # a model that cannot be used is refused before anything is started
-    model = config.model.model_copy(update={"path": str(Path(path).expanduser().resolve())})
+    check_model(path)  # one that cannot be used is refused before anything is started
+    # A link is not followed: its name is the model's.
+    model = config.model.model_copy(update={"path": os.path.abspath(Path(path).expanduser())})
     return config.model_copy(update={"model": model})
 
 

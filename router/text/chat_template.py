@@ -33,7 +33,7 @@ def chat_message(role: str, content: str, name: str | None) -> Message:
 class ChatTemplate:
     """A compiled template. Rendering is a pure function of its arguments (but for `strftime_now`)."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str | list[str]]) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
         )

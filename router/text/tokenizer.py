@@ -7,17 +7,29 @@ reads special tokens as plain text; it encodes what clients wrote when that hold
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from tokenizers import Encoding, Tokenizer
 
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from common.values.errors import InvalidRequest, Unsupported
 from router.text.chat_template import ChatTemplate, Message, SpecialTokenEscapes
 from router.text.word_encoder import WordEncoder
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+
+def check_model(path: Path | str) -> Checkpoint:
+    """Read all that a router and a worker will need of a model but the weights themselves, whose sizes are compared.
+
+    Raises CheckpointError with the file and what to do. For those who start others, before they do.
+    """
+    checkpoint = open_checkpoint(path)
+    PromptTokenizer.of(checkpoint)
+    return checkpoint
 
 
 class PromptTokenizer:
@@ -36,9 +48,12 @@ class PromptTokenizer:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "PromptTokenizer":
-        """The tokenizer and the template of a model."""
-        special = {"bos_token": checkpoint.bos_token or "", "eos_token": checkpoint.eos_token or ""}
-        template = ChatTemplate(checkpoint.chat_template, special) if checkpoint.chat_template else None
+        """The tokenizer and the template of a model. Raises CheckpointError when one of them is damaged."""
+        source = checkpoint.chat_template
+        try:
+            template = ChatTemplate(source, checkpoint.special_tokens) if source else None
+        except TemplateError as error:
+            raise CheckpointError(f"{checkpoint.path}: the chat template cannot be compiled: {error}") from error
         return cls(checkpoint.tokenizer(), template)
 
     @property

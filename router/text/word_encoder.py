@@ -12,9 +12,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from common.checkpoint.gguf_tokenizer import SPLIT_PATTERNS
+from common.checkpoint.gguf_pre_tokenizers import GPT2, LLAMA3, QWEN2
 
 MAX_WORDS = 1 << 16
+# Expressions none of which takes a space in, except as the first character of a match.
+CUTTING = (GPT2, LLAMA3, QWEN2)
+DIGIT = r"\p{N}"
 # Longer ones rarely come again, and what clients send must not fill the memory: 70 MB at most.
 MAX_WORD_LENGTH = 64
 MAX_WORD_TOKENS = 16
@@ -79,10 +82,10 @@ def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _cuts(step: dict[str, Any]) -> bool:
-    """GPT-2's expression and those we know: none takes a space in, except as the first character of a match."""
+    """Whether the step cuts before every space."""
     if step["type"] == "ByteLevel":
         return bool(step["use_regex"]) and not step["add_prefix_space"]
-    is_known = step["type"] == "Split" and step["pattern"].get("Regex") in SPLIT_PATTERNS.values()
+    is_known = step["type"] == "Split" and step["pattern"].get("Regex") in CUTTING
     return is_known and step["behavior"] == "Isolated" and not step["invert"]
 
 
@@ -97,7 +100,7 @@ def _is_local(step: dict[str, Any]) -> bool:
 
 
 def _is_digits(step: dict[str, Any]) -> bool:
-    return bool(step["type"] == "Digits")
+    return bool(step["type"] == "Digits" or (step["type"] == "Split" and step["pattern"].get("Regex") == DIGIT))
 
 
 def _stands_alone(token: dict[str, Any]) -> bool:

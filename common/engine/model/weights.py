@@ -10,25 +10,9 @@ import torch
 from safetensors import safe_open
 
 from common.checkpoint import Checkpoint, CheckpointError, ModelSpec
-from common.checkpoint.gguf_metadata import GgufTensor, read_gguf_header
-from common.checkpoint.hf_checkpoint import weight_files
+from common.checkpoint.tensors import StoredTensor
 
 Loader = Callable[[], torch.Tensor]
-
-GGUF_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 class Weights:
@@ -85,39 +69,18 @@ def load_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[s
 
 
 def _loaders(checkpoint: Checkpoint) -> dict[str, Loader]:
-    loaders = _gguf_loaders(checkpoint) if checkpoint.format == "gguf" else _safetensors_loaders(checkpoint.path)
-    # Some exporters store what can be derived: the tied head, and RoPE frequencies.
-    derived = {"lm_head.weight"} if checkpoint.config.tie_embeddings else set()
-    return {n: load for n, load in loaders.items() if n not in derived and not n.endswith("rotary_emb.inv_freq")}
+    if checkpoint.format == "gguf":
+        files = {path: np.memmap(path, mode="r", dtype=np.uint8) for path in _paths(checkpoint)}
+        return {
+            name: partial(_dequantize, files[tensor.path], tensor, _num_permuted_heads(name, checkpoint.config))
+            for name, tensor in checkpoint.tensors.items()
+        }
+    readers = {path: safe_open(str(path), framework="pt") for path in _paths(checkpoint)}
+    return {name: partial(readers[each.path].get_tensor, each.name) for name, each in checkpoint.tensors.items()}
 
 
-def _safetensors_loaders(path: Path) -> dict[str, Loader]:
-    loaders: dict[str, Loader] = {}
-    for file in weight_files(path):
-        reader = safe_open(str(file), framework="pt")
-        names: list[str] = reader.keys()  # type: ignore[no-untyped-call]
-        loaders |= {name: partial(reader.get_tensor, name) for name in names}
-    return loaders
-
-
-def _gguf_loaders(checkpoint: Checkpoint) -> dict[str, Loader]:
-    data = np.memmap(checkpoint.path, mode="r", dtype=np.uint8)
-    tensors = read_gguf_header(checkpoint.path).tensors
-    loaders: dict[str, Loader] = {}
-    for tensor in tensors.values():
-        name = _huggingface_name(tensor.name)
-        num_heads = _num_permuted_heads(name, checkpoint.config)
-        loaders[name] = partial(_dequantize, data, tensor, num_heads)
-    return loaders
-
-
-def _huggingface_name(gguf_name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight"""
-    stem, _, kind = gguf_name.rpartition(".")
-    if stem.startswith("blk."):
-        _, layer, part = stem.split(".", 2)
-        return f"model.layers.{layer}.{GGUF_LAYER_NAMES.get(part, part)}.{kind}"
-    return f"{GGUF_NAMES.get(stem, stem)}.{kind}"
+def _paths(checkpoint: Checkpoint) -> set[Path]:
+    return {tensor.path for tensor in checkpoint.tensors.values()}
 
 
 def _num_permuted_heads(name: str, spec: ModelSpec) -> int:
@@ -127,14 +90,11 @@ def _num_permuted_heads(name: str, spec: ModelSpec) -> int:
     return {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(name.split(".")[-2], 0)
 
 
-def _dequantize(data: np.ndarray, tensor: GgufTensor, num_permuted_heads: int) -> torch.Tensor:
-    quant_type = gguf.GGMLQuantizationType(tensor.type_id)
-    block_size, type_size = gguf.GGML_QUANT_SIZES[quant_type]
-    *rows, row_len = tensor.shape
-    row_bytes = row_len // block_size * type_size
-    raw = data[tensor.offset : tensor.offset + int(np.prod(rows, dtype=np.int64)) * row_bytes]
+def _dequantize(data: np.ndarray, tensor: StoredTensor, num_permuted_heads: int) -> torch.Tensor:
+    *rows, _ = tensor.shape
+    raw = data[tensor.offset : tensor.offset + tensor.size_bytes].reshape(*rows, -1)
     # Unquantized types come back as a view of the file, which torch may not write to.
-    values = np.require(gguf.dequantize(raw.reshape(*rows, row_bytes), quant_type), requirements="W")
+    values = np.require(gguf.dequantize(raw, gguf.GGMLQuantizationType[tensor.kind]), requirements="W")
     rows_of_weight = torch.from_numpy(values).view(tensor.shape)
     return _unpermute(rows_of_weight, num_permuted_heads) if num_permuted_heads else rows_of_weight
 

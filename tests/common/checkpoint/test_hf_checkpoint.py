@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from common.checkpoint import CheckpointError, open_checkpoint
-from common.checkpoint.hf_checkpoint import weight_files
+from common.checkpoint.safetensors_files import weight_files
 from tests.tiny_model import CHAT_TEMPLATE, TinyModel, write_tiny_model
 
 
@@ -30,7 +30,7 @@ def test_a_directory_tells_its_shape_tokens_and_template(model_path: Path) -> No
     assert checkpoint.config.num_kv_heads == 2
     assert checkpoint.config.head_dim == 16
     assert (checkpoint.bos_token, checkpoint.bos_token_id) == ("<s>", 0)
-    assert (checkpoint.eos_token, checkpoint.eos_token_id, checkpoint.eos_token_ids) == ("</s>", 1, (1,))
+    assert (checkpoint.eos_token, checkpoint.eos_token_ids) == ("</s>", (1,))
     assert checkpoint.chat_template == CHAT_TEMPLATE
     assert checkpoint.served_name == "tiny"
 

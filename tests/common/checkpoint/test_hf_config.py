@@ -49,7 +49,7 @@ def test_plain_rope_parameters_carry_theta() -> None:
     [("LlamaForCausalLM", False, False), ("Qwen2ForCausalLM", True, False), ("Qwen3ForCausalLM", False, True)],
 )
 def test_architectures_differ_in_bias_and_head_norm(architecture: str, has_bias: bool, has_norm: bool) -> None:
-    spec = parse_config(CONFIG | {"architectures": [architecture]})
+    spec = parse_config(CONFIG | {"architectures": [architecture], "num_key_value_heads": 3})
     assert (spec.attention_bias, spec.qk_norm) == (has_bias, has_norm)
 
 
@@ -103,7 +103,7 @@ def test_what_the_forward_pass_does_not_do_is_refused_by_name(change: dict[str, 
     ids=str,
 )
 def test_windows_are_per_layer_as_hugging_face_reads_them(change: dict[str, Any], windows: tuple[int, ...]) -> None:
-    spec = parse_config(CONFIG | change)
+    spec = parse_config(CONFIG | {"num_key_value_heads": 6} | change)
     assert spec.windows == windows
     assert spec.has_plain_attention == (not windows)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from common.checkpoint import open_checkpoint
-from common.checkpoint.gguf_tokenizer import SPLIT_PATTERNS
+from common.checkpoint.gguf_pre_tokenizers import PRE_TOKENIZERS
 from router.text.word_encoder import WordEncoder, _joined, is_separable
 
 # Merges across everything that could be cut wrongly: spaces, line ends, letters, digits, signs.
@@ -31,7 +31,7 @@ def _tokenizer(*steps: pre_tokenizers.PreTokenizer) -> Tokenizer:
 
 
 def _split(name: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Split(Regex(SPLIT_PATTERNS[name]), behavior="isolated")
+    return pre_tokenizers.Split(Regex(PRE_TOKENIZERS[name].patterns[0]), behavior="isolated")
 
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,0 +1,94 @@
+"""Where each tensor of a model lies in its files, and whether those are the tensors that the model needs. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.checkpoint.spec import CheckpointError, ModelSpec
+
+# What exporters store though it can be derived.
+DERIVED_SUFFIX = "rotary_emb.inv_freq"
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """`name` as the file has it; `shape` in row-major order; `kind` is a safetensors dtype or a ggml type.
+
+    `offset` counts from the start of the file.
+    """
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    offset: int
+    size_bytes: int
+
+
+def check_files_are_whole(tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises CheckpointError when a file ends before the last of its tensors does."""
+    sizes = {path: path.stat().st_size for path in {tensor.path for tensor in tensors.values()}}
+    for tensor in tensors.values():
+        end, size_bytes = tensor.offset + tensor.size_bytes, sizes[tensor.path]
+        if end > size_bytes:
+            raise CheckpointError(
+                f"{tensor.path} is cut off: {tensor.name} ends at byte {end}, the file at {size_bytes}; "
+                "download it again"
+            )
+
+
+def check_tensors(path: Path, spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises CheckpointError that names a tensor which is missing, of another shape, or not this model's.
+
+    `tensors` by Hugging Face name. Only families whose layers are listed here are checked.
+    """
+    if spec.architecture not in FAMILIES:
+        return
+    expected = expected_shapes(spec)
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise CheckpointError(f"{path}: weight {name} is missing")
+        if tensors[name].shape != shape:
+            found = tensors[name]
+            raise CheckpointError(
+                f"{found.path}: weight {found.name}: expected shape {shape}, as the configuration has it, "
+                f"got {found.shape}"
+            )
+    unknown = sorted(set(tensors) - set(expected))
+    if unknown:
+        raise CheckpointError(f"{path}: weights that the model does not use: {', '.join(unknown[:5])}")
+
+
+def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model of `FAMILIES` by Hugging Face name."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
+        "model.norm.weight": (spec.hidden_size,),
+    }
+    if not spec.tie_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    for idx in range(spec.num_layers):
+        shapes |= {f"model.layers.{idx}.{name}": shape for name, shape in _layer_shapes(spec).items()}
+    return shapes
+
+
+def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    hidden, inner, q_size, kv_size = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q_size, hidden),
+        "self_attn.k_proj.weight": (kv_size, hidden),
+        "self_attn.v_proj.weight": (kv_size, hidden),
+        "self_attn.o_proj.weight": (hidden, q_size),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if spec.attention_bias:
+        sizes = {"q": q_size, "k": kv_size, "v": kv_size}
+        shapes |= {f"self_attn.{part}_proj.bias": (size,) for part, size in sizes.items()}
+    if spec.qk_norm:
+        shapes |= {f"self_attn.{part}_norm.weight": (spec.head_dim,) for part in "qk"}
+    return shapes
