@@ -7,13 +7,13 @@ from typing import Any
 
 from common.checkpoint.checkpoint import Checkpoint
 from common.checkpoint.digest import digest_files
+from common.checkpoint.families import FAMILIES
 from common.checkpoint.gguf_files import GgufFiles, gguf_served_name, read_gguf_files
 from common.checkpoint.gguf_rope import read_gguf_rope
 from common.checkpoint.gguf_tokenizer import TEMPLATE_NAMES, build_tokenizer, read_vocabulary, tokenizer_digest
 from common.checkpoint.spec import CheckpointError, ModelSpec
 from common.checkpoint.tensors import StoredTensor, check_tensors
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -91,8 +91,8 @@ def _chat_template(metadata: Mapping[str, Any]) -> str | None:
 
 def _spec(files: GgufFiles) -> ModelSpec:
     architecture = files.metadata.get("general.architecture", "none")
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(f"architecture {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
+    if architecture not in FAMILIES:
+        raise CheckpointError(f"architecture {architecture!r} is not one of {', '.join(FAMILIES)}")
     for name in UNSUPPORTED:
         if files.metadata.get(f"{architecture}.{name}"):
             raise CheckpointError(f"{architecture}.{name} is not supported; use the Hugging Face directory")
@@ -128,8 +128,6 @@ def _spec_of(architecture: str, files: GgufFiles) -> ModelSpec:
         rope_scaling=rope.scaling,
         rms_norm_eps=epsilon,
         tie_embeddings="output.weight" not in files.tensors,
-        attention_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
     )
 
 

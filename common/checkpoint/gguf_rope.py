@@ -5,8 +5,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.checkpoint.hf_rope import Rope
-from common.checkpoint.spec import CheckpointError, RopeScaling
+from common.checkpoint.layers import Rope, RopeScaling
+from common.checkpoint.spec import CheckpointError
 from common.checkpoint.tensors import StoredTensor
 
 # Llama 3.1's scaling: the models of that family differ in the factor alone.

@@ -3,16 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from common.checkpoint.families import FAMILIES
 from common.checkpoint.hf_attention import layer_windows
 from common.checkpoint.hf_rope import read_rope
 from common.checkpoint.spec import CheckpointError, ModelSpec
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
+ARCHITECTURES = {name: architecture for architecture, family in FAMILIES.items() for name in family.hf_classes}
 # What transformers takes for a field that is absent, where that is not derived from other fields.
 ABSENT_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
 ABSENT_HEAD_DIM = {"Qwen3ForCausalLM": 128}
@@ -42,8 +38,6 @@ def parse_config(config: Config) -> ModelSpec:
         rope_scaling=rope.scaling,
         rms_norm_eps=_epsilon(config),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
         windows=layer_windows(config, num_layers),
         attention_soft_cap=float(config.get("attn_logit_softcapping") or 0.0),
     )

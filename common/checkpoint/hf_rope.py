@@ -5,19 +5,13 @@ or beside them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from common.checkpoint.spec import CheckpointError, RopeScaling
+from common.checkpoint.layers import Rope, RopeScaling
+from common.checkpoint.spec import CheckpointError
 
 Config = Mapping[str, Any]
 DEFAULT_THETA = 10000.0
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    theta: float
-    scaling: RopeScaling | None
 
 
 def read_rope(config: Config) -> Rope:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.checkpoint.families import family_of, layers_of
 from common.checkpoint.spec import CheckpointError, ModelSpec
 
 # What exporters store though it can be derived.
 DERIVED_SUFFIX = "rotary_emb.inv_freq"
-FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,8 @@ def check_files_are_whole(tensors: Mapping[str, StoredTensor]) -> None:
 def check_tensors(path: Path, spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> None:
     """Raises CheckpointError that names a tensor which is missing, of another shape, or not this model's.
 
-    `tensors` by Hugging Face name. Only families whose layers are listed here are checked.
+    `tensors` by Hugging Face name.
     """
-    if spec.architecture not in FAMILIES:
-        return
     expected = expected_shapes(spec)
     for name, shape in expected.items():
         if name not in tensors:
@@ -61,34 +59,16 @@ def check_tensors(path: Path, spec: ModelSpec, tensors: Mapping[str, StoredTenso
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model of `FAMILIES` by Hugging Face name."""
+    """The tensors of a model by Hugging Face name."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
         "model.norm.weight": (spec.hidden_size,),
     }
     if not spec.tie_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
-    for idx in range(spec.num_layers):
-        shapes |= {f"model.layers.{idx}.{name}": shape for name, shape in _layer_shapes(spec).items()}
-    return shapes
-
-
-def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    hidden, inner, q_size, kv_size = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_size, hidden),
-        "self_attn.k_proj.weight": (kv_size, hidden),
-        "self_attn.v_proj.weight": (kv_size, hidden),
-        "self_attn.o_proj.weight": (hidden, q_size),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-    if spec.attention_bias:
-        sizes = {"q": q_size, "k": kv_size, "v": kv_size}
-        shapes |= {f"self_attn.{part}_proj.bias": (size,) for part, size in sizes.items()}
-    if spec.qk_norm:
-        shapes |= {f"self_attn.{part}_norm.weight": (spec.head_dim,) for part in "qk"}
+    names = family_of(spec).names
+    for idx, layer in enumerate(layers_of(spec)):
+        prefix = f"model.layers.{idx}"
+        shapes |= {f"{prefix}.{names[part]}.weight": shape for part, shape in layer.weights.items()}
+        shapes |= {f"{prefix}.{names[part]}.bias": layer.weights[part][:1] for part in layer.biases}
     return shapes

@@ -249,7 +249,7 @@ def _describe(context: WorkerContext, address: str) -> WorkerInfo:
         pid=os.getpid(),
         fingerprint=loaded.fingerprint,
         handoff_address=address if config.role == "decode" else "",
-        device=loaded.device,
+        device=loaded.device.place.type,
     )
 
 

@@ -39,13 +39,14 @@ def decode_floor(machine: Machine, spec: ModelSpec, dtype: torch.dtype, batch: i
 def prefill_floor(machine: Machine, spec: ModelSpec, num_tokens: int) -> float:
     """Tokens per second of one prompt at the matrix rate; the head is computed for one token only."""
     linear = 2 * (num_weights(spec) - spec.vocab_size * spec.hidden_size) * num_tokens
-    attention = 2 * spec.num_layers * spec.q_size * num_tokens * num_tokens
+    attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * num_tokens * num_tokens
     return num_tokens * machine.flops_per_s / (linear + attention)
 
 
 def num_weights(spec: ModelSpec) -> int:
     """Those of the products: layers and head."""
-    layer = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
+    num_heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
+    layer = spec.hidden_size * (num_heads * spec.head_dim + 3 * spec.intermediate_size)
     return spec.num_layers * layer + spec.vocab_size * spec.hidden_size
 
 

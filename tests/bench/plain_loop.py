@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from common.checkpoint import Checkpoint
+from common.checkpoint.families import layers_of
 from common.engine.model.rope import cos_sin_table
 from common.engine.model.weights import load_tensors
 
@@ -16,7 +17,8 @@ class PlainLoop:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         self._spec = checkpoint.config
         self._weights = dict(load_tensors(checkpoint, dtype))
-        self._cos_sin = cos_sin_table(self._spec).to(dtype)
+        first = layers_of(self._spec)[0]
+        self._cos_sin = cos_sin_table(first.rope, first.head_dim, self._spec.max_position).to(dtype)
 
     def compile(self) -> None:
         """The whole pass through `torch.compile`, at its first use and again for every new shape."""

@@ -5,6 +5,8 @@ from typing import Protocol
 
 import torch
 
+from common.checkpoint.layers import AttentionOptions
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
@@ -20,20 +22,6 @@ class AttentionBatch:
     block_tables: torch.Tensor  # [num_seqs, max_blocks]: padded with 0, read only below seq_lens
     max_query_len: int
     max_seq_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """How one layer attends: the same for all its tokens."""
-
-    scale: float
-    window: int = 0  # a token sees itself and the window - 1 tokens before it; 0 = all of them
-    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 = they stay
-
-    @property
-    def is_plain(self) -> bool:
-        """Neither a window nor a soft cap."""
-        return not self.window and not self.soft_cap
 
 
 class AttentionBackend(Protocol):

@@ -8,8 +8,8 @@ class LoadPhase(StrEnum):
     """In their order. The names are shown to people."""
 
     CHECKPOINT = "opening the checkpoint"
-    CACHE = "allocating the KV cache"
     KERNELS = "preparing the kernels"  # the first time on a machine, compiling them
+    CACHE = "allocating the KV cache"
     WEIGHTS = "reading weights"
     SELF_TEST = "self-test"
 
@@ -19,4 +19,4 @@ Progress = Callable[[LoadPhase, float], None]
 
 
 def no_progress(phase: LoadPhase, share: float) -> None:
-    """For whoever does not wait."""
+    """Where progress is not shown."""

@@ -7,18 +7,15 @@ length 0 and no slot: kernels write nothing for them. Sampling stays outside.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.device import Capture
 from common.engine.kv.cache import KVCache
 from common.engine.model.decoder import Decoder
 
 MIN_LEN = 1024  # shorter sequences are few splits of the decode kernel anyway
-
-# Runs the function once or more, and gives what repeats its work on the tensors that it read, and its result.
-Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +76,12 @@ class StepInputs:
 class DecodeGraphs:
     """One step at a time, from the compute thread."""
 
-    def __init__(
-        self, model: Decoder, cache: KVCache, max_num_seqs: int, max_len: int, capture: Capture | None = None
-    ) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, max_num_seqs: int, max_len: int, capture: Capture) -> None:
         self._model = model
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_len = max_len
-        self._capture = capture or CudaCapture()
+        self._capture = capture
         self._inputs = StepInputs.empty(max_num_seqs, -(-max_len // cache.block_size), cache.data.device)
         self._graphs: dict[tuple[int, int], tuple[Callable[[], None], torch.Tensor]] = {}
 
@@ -115,26 +110,6 @@ class DecodeGraphs:
         inputs = self._inputs
         batch = inputs.batch(num_rows, max_seq_len)
         return self._model.forward(inputs.token_ids[:num_rows], batch, self._cache.layers, inputs.rows[:num_rows])
-
-
-class CudaCapture:
-    """`Capture` on the current CUDA device. All graphs share memory: they run one after another."""
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()  # compiles what is not compiled yet, which a capture must not
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads copy KV on streams of their own meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = run()
-        self._pool = self._pool or graph.pool()
-        return graph.replay, logits
 
 
 def _round_up(count: int) -> int:

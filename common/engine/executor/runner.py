@@ -7,13 +7,15 @@ from itertools import accumulate
 import torch
 
 from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.device import Device
+from common.engine.contract.draws import DrawCandidates
 from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, StepResult
 from common.engine.contract.runner import LayerHook
 from common.engine.executor.graphs import DecodeGraphs
 from common.engine.kv.cache import KVCache
 from common.engine.kv.fence import Fence
 from common.engine.model.decoder import Decoder
-from common.engine.sampling import DrawCandidates, SampleError, sample
+from common.engine.sampling import SampleError, sample
 from common.values.request import SampledToken
 
 
@@ -24,14 +26,12 @@ class ModelRunner:
         self,
         model: Decoder,
         cache: KVCache,
-        device: torch.device | str = "cpu",
-        draws: DrawCandidates | None = None,  # what narrows draws down; None = full noise
+        device: Device,
         graphs: DecodeGraphs | None = None,  # None = every kernel is launched by itself
     ) -> None:
         self._model = model
         self._cache = cache
         self._device = device
-        self._draws = draws
         self._graphs = graphs
 
     @torch.inference_mode()
@@ -47,7 +47,7 @@ class ModelRunner:
     def _forward_and_sample(
         self, sequences: Sequence[ScheduledSequence], layer_hook: LayerHook | None
     ) -> tuple[SequenceResult, ...]:
-        batch = build_batch(sequences, self._cache.block_size, self._device)
+        batch = build_batch(sequences, self._cache.block_size, self._device.place)
         token_ids = self._int64([token_id for seq in sequences for token_id in seq.token_ids])
         ends = accumulate(len(seq.token_ids) for seq in sequences)
         sampled = [(seq, end - 1) for seq, end in zip(sequences, ends, strict=True) if seq.samples]
@@ -58,10 +58,10 @@ class ModelRunner:
         else:
             hook = _marking(self._cache.fence, layer_hook) if self._cache.fence is not None else layer_hook
             logits = self._model.forward(token_ids, batch, self._cache.layers, self._int64(rows), hook)
-        return _sample([seq for seq, _ in sampled], logits, self._draws)
+        return _sample([seq for seq, _ in sampled], logits, self._device.draws)
 
     def _int64(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return torch.tensor(values, dtype=torch.int64, device=self._device.place)
 
 
 def _marking(fence: Fence, layer_hook: LayerHook | None) -> LayerHook:

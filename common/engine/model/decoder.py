@@ -1,74 +1,44 @@
-"""A decoder-only model: embedding, layers, final norm, head. Architectures differ in their `build_layer`.
+"""A decoder-only model: embedding, layers, final norm, head. What a layer computes is a value, see `LayerSpec`."""
 
-A new architecture is one file with a `build_layer` and an entry in LAYER_BUILDERS.
-"""
-
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
-from common.checkpoint import CheckpointError, ModelSpec
-from common.engine.contract.attention import AttentionBackend, AttentionBatch, AttentionOptions
-from common.engine.contract.elementwise import Elementwise, TorchElementwise
-from common.engine.devices.cpu.native.products import NativeProducts
-from common.engine.model import llama, qwen2, qwen3
-from common.engine.model.fused import FusedStack, fused_stack
-from common.engine.model.layers import LayerInputs, RmsNorm
-from common.engine.model.linear import Linear
+from common.checkpoint import ModelSpec
+from common.checkpoint.families import family_of, layers_of
+from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.device import Device, Layer, Tail
+from common.engine.contract.runner import LayerHook
+from common.engine.model.layers import attend, finish, read_layer, write_kv
 from common.engine.model.rope import cos_sin_table
 from common.engine.model.weights import Weights
 
-LayerHook = Callable[[int], None]
-
-
-class Layer(Protocol):
-    """What the decoder needs of a layer; see `DecoderLayer`."""
-
-    def write_kv(self, hidden: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor: ...
-
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor: ...
-
-    def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor: ...
-
-
-LayerBuilder = Callable[[LayerInputs, str], Layer]
-LAYER_BUILDERS: dict[str, LayerBuilder] = {
-    "llama": llama.build_layer,
-    "qwen2": qwen2.build_layer,
-    "qwen3": qwen3.build_layer,
-}
-
 
 class Decoder:
-    """Immutable once built. Not thread-safe only where its attention backend is not."""
+    """Immutable once built. One step at a time: the device may keep state of a step.
 
-    def __init__(
-        self,
-        embedding: torch.Tensor,
-        layers: Sequence[Layer],
-        norm: RmsNorm,
-        head: Linear,
-        fused: FusedStack | None = None,
-    ) -> None:
+    Runs of layers that the device compiles are one call each; the layers between them go operator by operator.
+    """
+
+    def __init__(self, embedding: torch.Tensor, layers: Sequence[Layer], tail: Tail, device: Device) -> None:
         self._embedding = embedding  # [vocab_size, hidden_size]
         self._layers = layers
-        self._norm = norm
-        self._head = head
-        self._fused = fused
+        self._tail = tail
+        self._device = device
+        self._compiled = device.compile(layers, tail)
 
     @property
-    def is_fused(self) -> bool:
-        """Whether steps over a plain KV cache are one compiled call."""
-        return self._fused is not None
+    def compiled_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that are computed in compiled calls, over a cache that those know."""
+        return tuple(first + idx for first, run in self._compiled.items() for idx in range(run.num_layers))
 
     def forward(
         self,
         token_ids: torch.Tensor,  # [num_tokens] int64
         batch: AttentionBatch,
-        kv: Sequence[torch.Tensor],  # per layer [2, num_blocks, block_size, num_kv_heads, head_dim]
-        logit_rows: torch.Tensor,  # [num_rows] int64: the tokens whose logits are wanted
+        kv: Sequence[torch.Tensor],  # per layer
+        logit_rows: torch.Tensor,  # [num_rows] int64, ascending: the tokens whose logits are wanted
         layer_hook: LayerHook | None = None,
     ) -> torch.Tensor:
         """Logits [num_rows, vocab_size] float32. Writes KV of every token; `layer_hook(n)` follows layer n - 1's.
@@ -76,50 +46,69 @@ class Decoder:
         In the last layer only the wanted rows are computed past attention, and nothing when none is wanted.
         """
         hidden = F.embedding(token_ids, self._embedding)
-        if self._fused is not None and self._fused.can_run(kv):
-            return self._fused.forward(hidden, batch, kv, logit_rows, layer_hook)
-        for layer_idx, layer in enumerate(self._layers):
-            q = layer.write_kv(hidden, kv[layer_idx], batch)
-            if layer_hook is not None:
-                layer_hook(layer_idx + 1)
-            is_last = layer_idx + 1 == len(self._layers)
-            if is_last and logit_rows.numel() == 0:
-                return hidden.new_empty((0, self._head.out_features), dtype=torch.float32)
-            attended = layer.attend(q, kv[layer_idx], batch)
-            if is_last:
-                attended, hidden = attended[logit_rows], hidden[logit_rows]
-            hidden = layer.finish(attended, hidden)
-        return self._head(self._norm(hidden)).float()
+        done = 0
+        while done < len(self._layers):
+            run = self._compiled.get(done)
+            run = run if run is not None and run.can_run(kv[done]) else None
+            after = done + (run.num_layers if run is not None else 1)
+            rows = logit_rows if after == len(self._layers) else None
+            hook = _from(done, layer_hook)
+            if run is None:
+                hidden = self._layer(done, hidden, batch, kv[done], rows, hook)
+            else:
+                hidden = run.forward(hidden, batch, kv[done:after], rows, hook)
+                if run.has_tail:
+                    return hidden
+            done = after
+        return self._logits(hidden)
+
+    def _layer(
+        self,
+        idx: int,
+        hidden: torch.Tensor,
+        batch: AttentionBatch,
+        kv: torch.Tensor,
+        rows: torch.Tensor | None,
+        layer_hook: LayerHook | None,
+    ) -> torch.Tensor:
+        layer = self._layers[idx]
+        q = write_kv(layer, self._device, hidden, kv, batch)
+        if layer_hook is not None:
+            layer_hook(1)
+        if rows is not None and rows.numel() == 0:
+            return hidden[:0]
+        attended = attend(layer, self._device, q, kv, batch)
+        if rows is not None:
+            attended, hidden = attended[rows], hidden[rows]
+        return finish(layer, self._device, attended, hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        tail = self._tail
+        if hidden.shape[0] == 0:
+            return hidden.new_empty((0, tail.head.out_features), dtype=torch.float32)
+        return tail.head(self._device.elementwise.rms_norm(hidden, tail.norm, tail.norm_eps)).float()
 
 
-def build_decoder(
-    spec: ModelSpec,
-    weights: Weights,
-    backend: AttentionBackend,
-    device: torch.device | str,
-    ops: Elementwise | None = None,
-    products: NativeProducts | None = None,
-) -> Decoder:
-    """Read all weights and prepare them for `device`. Raises CheckpointError on a missing or unused weight.
+def _from(first: int, layer_hook: LayerHook | None) -> LayerHook | None:
+    """The hook of the whole model for layers that are counted from `first` on."""
+    if layer_hook is None or first == 0:
+        return layer_hook
+    hook = layer_hook
+    return lambda num_layers: hook(first + num_layers)
 
-    `ops` = None is torch's; `products` = None leaves bfloat16 weights to torch.
-    """
-    ops = ops or TorchElementwise()
-    if spec.architecture not in LAYER_BUILDERS:
-        raise CheckpointError(f"architecture {spec.architecture!r} is not one of {', '.join(LAYER_BUILDERS)}")
-    build_layer = LAYER_BUILDERS[spec.architecture]
-    shared = (backend, cos_sin_table(spec, device), ops, products)
-    inputs = [LayerInputs(spec, weights, attention_options(spec, idx), *shared) for idx in range(spec.num_layers)]
+
+def build_decoder(spec: ModelSpec, weights: Weights, device: Device) -> Decoder:
+    """Read all weights and prepare them for `device`. Raises CheckpointError on a missing or unused weight."""
+    names, specs = family_of(spec).names, layers_of(spec)
+    ropes = {(layer.rope, layer.head_dim) for layer in specs}
+    tables = {rope: cos_sin_table(*rope, spec.max_position, device.place) for rope in ropes}
     embedding = weights.take("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
-    layers = [build_layer(of_layer, f"model.layers.{idx}") for idx, of_layer in enumerate(inputs)]
-    norm = RmsNorm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.rms_norm_eps, ops)
+    layers = [
+        read_layer(layer, tables[layer.rope, layer.head_dim], weights, f"model.layers.{idx}", names, device)
+        for idx, layer in enumerate(specs)
+    ]
+    norm = weights.take("model.norm.weight", (spec.hidden_size,))
     head = embedding if spec.tie_embeddings else weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
     weights.check_all_taken()
-    head_linear = Linear(head, None, products.for_head() if products else None)
-    return Decoder(embedding, layers, norm, head_linear, fused_stack(layers, norm, head_linear, products))
-
-
-def attention_options(spec: ModelSpec, layer_idx: int) -> AttentionOptions:
-    """How one layer of a model attends."""
-    window = spec.windows[layer_idx] if spec.windows else 0
-    return AttentionOptions(spec.head_dim**-0.5, window, spec.attention_soft_cap)
+    tail = Tail(norm, spec.rms_norm_eps, device.linear(head, is_head=True))
+    return Decoder(embedding, layers, tail, device)

@@ -4,16 +4,16 @@ import math
 
 import torch
 
-from common.checkpoint import ModelSpec, RopeScaling
+from common.checkpoint.layers import Rope, RopeScaling
 
 
-def cos_sin_table(spec: ModelSpec, device: torch.device | str = "cpu") -> torch.Tensor:
+def cos_sin_table(rope: Rope, head_dim: int, max_position: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """[max_position, head_dim] float32: cos in the first half of the last axis, sin in the second."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
-    frequencies = spec.rope_theta**-exponents  # [head_dim / 2]
-    if spec.rope_scaling is not None:
-        frequencies = _scale(frequencies, spec.rope_scaling)
-    positions = torch.arange(spec.max_position, dtype=torch.float32, device=device)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequencies = rope.theta**-exponents  # [head_dim / 2]
+    if rope.scaling is not None:
+        frequencies = _scale(frequencies, rope.scaling)
+    positions = torch.arange(max_position, dtype=torch.float32, device=device)
     angles = torch.outer(positions, frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 

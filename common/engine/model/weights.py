@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from common.checkpoint import Checkpoint, CheckpointError, ModelSpec
+from common.checkpoint.families import family_of
 from common.checkpoint.tensors import StoredTensor
 
 Loader = Callable[[], torch.Tensor]
@@ -18,7 +19,7 @@ Loader = Callable[[], torch.Tensor]
 class Weights:
     """Hands out each tensor, converted to `dtype` on `device`, and knows which were never asked for.
 
-    `on_taken` hears the share of the tensors that were handed out.
+    `on_taken` is called with the share of the tensors that were handed out.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Weights:
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def check_all_taken(self) -> None:
-        """A weight that nobody asked for means that the forward pass is not this model's."""
+        """A weight that was not asked for means that the forward pass is not this model's."""
         if self._left:
             raise CheckpointError(f"weights that the model does not use: {', '.join(sorted(self._left)[:5])}")
 
@@ -84,8 +85,8 @@ def _paths(checkpoint: Checkpoint) -> set[Path]:
 
 
 def _num_permuted_heads(name: str, spec: ModelSpec) -> int:
-    """GGUF stores q and k of the llama family with rows permuted for interleaved RoPE; other families not at all."""
-    if spec.architecture != "llama":
+    """The heads of a q or k whose rows a GGUF file of this family stores permuted; 0 = as they are."""
+    if not family_of(spec).has_permuted_gguf:
         return 0
     return {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(name.split(".")[-2], 0)
 

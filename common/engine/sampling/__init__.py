@@ -4,7 +4,6 @@ Owns every rule between the model's logits and a drawn token. Randomness is a pu
 position, token id): no generator, no state, so any worker draws the same whatever else is in its batch.
 """
 
-from common.engine.sampling.draw import DrawCandidates
 from common.engine.sampling.sampler import SampleError, sample
 
-__all__ = ["DrawCandidates", "SampleError", "sample"]
+__all__ = ["SampleError", "sample"]

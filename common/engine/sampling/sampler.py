@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from common.engine.contract.draws import DeviceDraws, DrawCandidates
 from common.engine.contract.plan import SampleSpec
 from common.engine.sampling.adjust import adjust, needs_adjustment
-from common.engine.sampling.draw import DeviceDraws, DrawCandidates, TorchDraws, draw, draw_filtered, draw_narrowed
+from common.engine.sampling.draw import TorchDraws, draw, draw_filtered, draw_narrowed
 from common.engine.sampling.filters import has_filters
 from common.engine.sampling.logprobs import logprobs_of
 from common.values.request import SampledToken

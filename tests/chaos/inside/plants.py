@@ -26,9 +26,9 @@ def hits(of: str) -> int:
 
 def break_layer(at_call: int) -> None:
     """One exception in a layer of the model: in the call of that number from now."""
-    from common.engine.model.layers import DecoderLayer
+    from common.engine.devices.cpu.attention import CpuAttention
 
-    real, calls = DecoderLayer.attend, 0
+    real, calls = CpuAttention.attend, 0
 
     def attend(self: Any, *arguments: Any) -> Any:
         nonlocal calls
@@ -38,7 +38,7 @@ def break_layer(at_call: int) -> None:
             raise RuntimeError("planted by the chaos run")
         return real(self, *arguments)
 
-    _plant(DecoderLayer, "attend", attend)
+    _plant(CpuAttention, "attend", attend)
 
 
 def spoil_row(at_least: int) -> None:

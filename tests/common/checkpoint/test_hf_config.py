@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from common.checkpoint import CheckpointError, RopeScaling
+from common.checkpoint.families import layers_of
 from common.checkpoint.hf_config import parse_config
 
 CONFIG: dict[str, Any] = {
@@ -45,12 +46,12 @@ def test_plain_rope_parameters_carry_theta() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "has_bias", "has_norm"),
-    [("LlamaForCausalLM", False, False), ("Qwen2ForCausalLM", True, False), ("Qwen3ForCausalLM", False, True)],
+    ("architecture", "has_bias", "qk_norm"),
+    [("LlamaForCausalLM", False, "none"), ("Qwen2ForCausalLM", True, "none"), ("Qwen3ForCausalLM", False, "head")],
 )
-def test_architectures_differ_in_bias_and_head_norm(architecture: str, has_bias: bool, has_norm: bool) -> None:
-    spec = parse_config(CONFIG | {"architectures": [architecture], "num_key_value_heads": 3})
-    assert (spec.attention_bias, spec.qk_norm) == (has_bias, has_norm)
+def test_architectures_differ_in_bias_and_head_norm(architecture: str, has_bias: bool, qk_norm: str) -> None:
+    layers = layers_of(parse_config(CONFIG | {"architectures": [architecture], "num_key_value_heads": 3}))
+    assert [(layer.qkv_bias, layer.qk_norm) for layer in layers] == [(has_bias, qk_norm)] * 3
 
 
 @pytest.mark.parametrize(
@@ -105,9 +106,9 @@ def test_what_the_forward_pass_does_not_do_is_refused_by_name(change: dict[str, 
 def test_windows_are_per_layer_as_hugging_face_reads_them(change: dict[str, Any], windows: tuple[int, ...]) -> None:
     spec = parse_config(CONFIG | {"num_key_value_heads": 6} | change)
     assert spec.windows == windows
-    assert spec.has_plain_attention == (not windows)
+    assert tuple(layer.attention.window for layer in layers_of(spec)) == (windows or (0, 0, 0))
 
 
 def test_soft_cap_of_attention_is_read() -> None:
     assert parse_config(CONFIG | {"attn_logit_softcapping": 50.0}).attention_soft_cap == 50.0
-    assert parse_config(CONFIG | {"attn_logit_softcapping": None}).has_plain_attention
+    assert parse_config(CONFIG | {"attn_logit_softcapping": None}).attention_soft_cap == 0.0

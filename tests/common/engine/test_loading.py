@@ -7,10 +7,16 @@ import pytest
 import torch
 
 from common.checkpoint import CheckpointError, open_checkpoint
+from common.engine.devices.cpu.device import CpuDevice, cpu_dtype
 from common.engine.devices.cpu.native.ops import native_ops
-from common.engine.loading import LoadedModel, fingerprint_of, load_model, resolve_attention, resolve_dtype
+from common.engine.loading import LoadedModel, fingerprint_of, load_model, open_device
 from common.values.config import ModelConfig, WorkerConfig
+from tests.interpreter import import_triton_interpreted
 from tests.tiny_model import TinyModel, write_tiny_model
+
+import_triton_interpreted()
+
+from common.engine.devices.triton.device import TritonDevice  # noqa: E402
 
 
 def load(path: Path, model: dict[str, Any] | None = None, **fields: Any) -> LoadedModel:
@@ -45,7 +51,7 @@ def test_the_served_name_is_the_configured_one_or_the_directorys(tmp_path: Path)
 
 def test_weights_and_cache_have_the_chosen_dtype(tmp_path: Path) -> None:
     loaded = load(write_tiny_model(tmp_path / "m"), dtype="bfloat16", num_blocks=2)
-    assert loaded.dtype == loaded.cache.data.dtype == torch.bfloat16
+    assert loaded.device.dtype == loaded.cache.data.dtype == torch.bfloat16
     assert ("dtype", "bfloat16") in loaded.fingerprint.fields
 
 
@@ -68,16 +74,27 @@ def test_auto_is_bfloat16_exactly_where_the_hardware_has_it(monkeypatch: pytest.
         ({"avx2": True, "avx512_bf16": False}, torch.float32),
     ]:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
-        assert resolve_dtype("auto", "cpu") == expected
-    assert resolve_dtype("auto", "cuda") == torch.bfloat16
-    assert resolve_dtype("float32", "cuda") == torch.float32
+        assert cpu_dtype("auto") == expected
+        assert cpu_dtype("float32") == torch.float32
 
 
-def test_auto_attention_needs_a_gpu_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has_gpu, expected in [(True, "triton"), (False, "cpu")]:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda found=has_gpu: found)
-        assert resolve_attention("auto") == expected
-        assert resolve_attention("cpu") == "cpu"
+def test_the_device_is_a_gpu_where_there_is_one_unless_the_cpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(attention: str, *, has_gpu: bool) -> tuple[type, str, torch.dtype]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {})
+        config = WorkerConfig(role="prefill", worker_id="p", model=ModelConfig(path="m"), attention=attention)
+        device = open_device(config)
+        return type(device), device.place.type, device.dtype
+
+    assert opened("auto", has_gpu=True) == opened("triton", has_gpu=True) == (TritonDevice, "cuda", torch.bfloat16)
+    assert opened("auto", has_gpu=False) == (CpuDevice, "cpu", torch.float32)
+    assert opened("cpu", has_gpu=True) == (CpuDevice, "cpu", torch.float32)
+    assert opened("triton", has_gpu=False) == (TritonDevice, "cpu", torch.float32)  # under the interpreter
+
+
+def test_triton_refuses_weights_of_fewer_bits_by_name() -> None:
+    with pytest.raises(CheckpointError, match="quantization=int8 is not offered by attention=triton"):
+        TritonDevice(torch.bfloat16, "int8")
 
 
 def test_copies_of_a_model_pair_and_every_difference_is_named(tmp_path: Path) -> None:

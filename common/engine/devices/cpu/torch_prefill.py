@@ -7,7 +7,7 @@ float32, as in flash attention; bfloat16 scores would save another third, at fou
 
 import torch
 
-from common.engine.contract.attention import AttentionOptions
+from common.checkpoint.layers import AttentionOptions
 
 TILE_ROWS = 64
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
+from common.engine.contract.draws import Candidates
 from common.engine.contract.plan import SampleSpec
 from common.engine.devices.triton.sampling import adjust_logits, may_draw, row_best
 from common.engine.sampling.adjust import FORBIDDEN, needs_adjustment, penalty_of
-from common.engine.sampling.draw import Candidates
 from common.engine.sampling.noise import gumbel_of, hash_with
 from common.values.request import SamplingParams
 

@@ -64,7 +64,7 @@ def test_replayed_steps_give_the_tokens_of_launched_ones_as_the_batch_shrinks(lo
     launched = outputs(loaded.runner, lens)
     capture = Replays()
     graphs = DecodeGraphs(loaded.model, loaded.cache, 8, 256, capture)
-    runner = ModelRunner(loaded.model, loaded.cache, draws=loaded.draws, graphs=graphs)
+    runner = ModelRunner(loaded.model, loaded.cache, loaded.device, graphs)
     loaded.cache.data.fill_(float("nan"))
     assert outputs(runner, lens) == launched
     assert capture.num_captures == graphs.num_graphs == 4  # 8, 4, 2 and 1 sequences
@@ -75,8 +75,8 @@ def test_rows_without_a_sequence_write_nothing(loaded: LoadedModel) -> None:
     runner = ModelRunner(
         loaded.model,
         loaded.cache,
-        draws=loaded.draws,
-        graphs=DecodeGraphs(loaded.model, loaded.cache, 8, 256, Replays()),
+        loaded.device,
+        DecodeGraphs(loaded.model, loaded.cache, 8, 256, Replays()),
     )
     loaded.cache.data.fill_(-7.0)
     batch = generations([3] * 5)
@@ -92,7 +92,7 @@ def test_steps_beyond_the_limits_are_launched(loaded: LoadedModel, max_num_seqs:
     lens = [2, 2, 2, 3, 3]
     capture = Replays()
     graphs = DecodeGraphs(loaded.model, loaded.cache, max_num_seqs, max_len, capture)
-    runner = ModelRunner(loaded.model, loaded.cache, draws=loaded.draws, graphs=graphs)
+    runner = ModelRunner(loaded.model, loaded.cache, loaded.device, graphs)
     assert outputs(runner, lens) == outputs(loaded.runner, lens)
     assert capture.num_replays == 1  # the last step, of two sequences
 
@@ -100,7 +100,7 @@ def test_steps_beyond_the_limits_are_launched(loaded: LoadedModel, max_num_seqs:
 def test_a_step_whose_layers_somebody_waits_for_is_launched(loaded: LoadedModel) -> None:
     capture = Replays()
     graphs = DecodeGraphs(loaded.model, loaded.cache, 8, 256, capture)
-    runner = ModelRunner(loaded.model, loaded.cache, draws=loaded.draws, graphs=graphs)
+    runner = ModelRunner(loaded.model, loaded.cache, loaded.device, graphs)
     heard: list[int] = []
     generation = generations([2] * 5)[1]
     runner.run(StepPlan(0, (generation.schedule(0, 20),)), heard.append)

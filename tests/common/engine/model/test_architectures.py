@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.checkpoint import CheckpointError, open_checkpoint
-from common.engine.devices.cpu.torch_backend import CpuBackend
+from common.engine.devices.cpu.device import CpuDevice
 from common.engine.kv.cache import KVCache, KVShape
 from common.engine.model.decoder import Decoder, build_decoder
 from common.engine.model.weights import Weights, load_tensors, open_weights
@@ -43,7 +43,7 @@ def load(
     spec = checkpoint.config
     shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype or dtype)
     cache = KVCache(shape, num_blocks=8, block_size=4)
-    return build_decoder(spec, open_weights(checkpoint, dtype), CpuBackend(), "cpu"), cache
+    return build_decoder(spec, open_weights(checkpoint, dtype), CpuDevice(dtype, None)), cache
 
 
 def forward_in_chunks(model: Decoder, cache: KVCache, chunks: list[int]) -> torch.Tensor:
@@ -159,7 +159,7 @@ def test_a_missing_a_surplus_and_a_misshapen_weight_are_named(tmp_path: Path) ->
 
     def build(changed: dict[str, torch.Tensor]) -> None:
         weights = Weights({name: tensor.clone for name, tensor in changed.items()}, torch.float32)
-        build_decoder(checkpoint.config, weights, CpuBackend(), "cpu")
+        build_decoder(checkpoint.config, weights, CpuDevice(torch.float32, None))
 
     name = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(CheckpointError, match=name):

@@ -5,11 +5,11 @@ import ctypes
 import torch
 
 from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.draws import Candidates
 from common.engine.contract.elementwise import TorchElementwise
 from common.engine.devices.cpu.native.build import load_library
 from common.engine.devices.cpu.native.products import native_products
 from common.engine.devices.cpu.native.signature import function
-from common.engine.sampling.draw import Candidates
 
 SUPPORTED = (torch.float32, torch.bfloat16)
 

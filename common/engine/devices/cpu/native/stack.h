@@ -1,6 +1,6 @@
-// A whole step of a decoder in one go: embedding's output in, KV written, logits out. The team stays together over all
+// Layers of a decoder in one go: their input in, KV written, logits out, or their output. The team stays together over all
 // layers and meets at barriers, which is what makes small batches fast: there is no call, no thread start and no
-// allocation between two layers. bfloat16 only; llama, qwen2 and qwen3 layers (see common/engine/model/layers.py).
+// allocation between two layers. bfloat16 only; which layers, `is_known` of compiled.py says.
 
 #pragma once
 
@@ -21,7 +21,7 @@ struct Decoder {
     const Layer* layers;
     int64_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim;
     const float* cos_sin;
-    const bfloat16* norm;
+    const bfloat16* norm;  // of the tail, or null: then there is none
     Product head;
     float eps, scale;
 };
@@ -32,15 +32,15 @@ struct Step {
     int64_t table_stride, num_seqs, num_tokens, block_size;
     const bfloat16* const* kv;  // per layer; V lies kv_stride elements behind K
     int64_t kv_stride;
-    const int64_t* logit_rows;  // ascending, each once
-    int64_t num_logit_rows;
-    bfloat16 *hidden, *delta, *queries;  // carried between calls; delta is what the last layer has yet to add
+    const int64_t* rows;  // wanted past the last attention; ascending, each once
+    int64_t num_rows;
+    bfloat16 *hidden, *wanted, *delta, *queries;  // carried between calls; delta is what the last layer has yet to add
     float* logits;
 };
 
 // Grows to the largest step.
 struct Workspace {
-    std::vector<bfloat16> normed, wide, attended, activated, few_hidden, few_attended;
+    std::vector<bfloat16> normed, wide, attended, activated, few_attended;
     std::vector<uint16_t> packed;  // K and V of the prompts of a layer
     QuantizedRows quantized;
 
@@ -50,8 +50,7 @@ struct Workspace {
         grow(wide, step.num_tokens * std::max(qkv_size, 2 * model.intermediate_size));
         grow(attended, step.num_tokens * q_size);
         grow(activated, step.num_tokens * model.intermediate_size);
-        grow(few_hidden, step.num_logit_rows * model.hidden_size);
-        grow(few_attended, step.num_logit_rows * q_size);
+        grow(few_attended, step.num_rows * q_size);
         if (model.layers[0].qkv.bits < 16)
             quantized.fit(step.num_tokens, std::max({model.hidden_size, model.intermediate_size, q_size}));
     }
@@ -69,7 +68,8 @@ class StepRunner {
           prefill_(heads_, sequences_, model.scale, work.packed), num_threads_(num_threads),
           next_task_(model.num_layers) {}
 
-    // Half layers [first, last): 2 n = layer n up to the KV write, 2 n + 1 = the rest of it; the last one gives logits.
+    // Half layers [first, last): 2 n = layer n up to the KV write, 2 n + 1 = the rest of it. The last one gives logits,
+    // or without a tail wanted and delta.
     void run(int64_t first, int64_t last) {
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
         {
@@ -101,11 +101,11 @@ class StepRunner {
     void finish(int64_t idx, Team team) {
         const Layer& layer = model_.layers[idx];
         attend(idx, team);
-        bool is_last = idx + 1 == model_.num_layers, is_few = is_last && step_.num_logit_rows < step_.num_tokens;
+        bool is_last = idx + 1 == model_.num_layers, is_few = is_last && step_.num_rows < step_.num_tokens;
         if (is_few) gather(team);
-        bfloat16* hidden = is_few ? work_.few_hidden.data() : step_.hidden;
+        bfloat16* hidden = is_few ? step_.wanted : step_.hidden;
         const bfloat16* attended = is_few ? work_.few_attended.data() : work_.attended.data();
-        const int64_t num_rows = is_few ? step_.num_logit_rows : step_.num_tokens, size = model_.intermediate_size;
+        const int64_t num_rows = is_few ? step_.num_rows : step_.num_tokens, size = model_.intermediate_size;
         product(step_.delta, attended, num_rows, layer.output, team);
         add_norm(hidden, step_.delta, layer.post_norm, num_rows, team);
         product(work_.wide.data(), work_.normed.data(), num_rows, layer.gate_up, team);
@@ -114,7 +114,7 @@ class StepRunner {
         });
         team.wait();
         product(step_.delta, work_.activated.data(), num_rows, layer.down, team);
-        if (!is_last) return;
+        if (!is_last || !model_.norm) return;
         add_norm(hidden, step_.delta, model_.norm, num_rows, team);
         product(step_.logits, work_.normed.data(), num_rows, model_.head, team);
     }
@@ -163,9 +163,9 @@ class StepRunner {
 
     void gather(Team team) {
         const int64_t hidden_size = model_.hidden_size, q_size = model_.num_heads * model_.head_dim;
-        team.each(step_.num_logit_rows, [&](int64_t row) {
-            int64_t from = step_.logit_rows[row];
-            bfloat16 *hidden = work_.few_hidden.data() + row * hidden_size, *attended = work_.few_attended.data();
+        team.each(step_.num_rows, [&](int64_t row) {
+            int64_t from = step_.rows[row];
+            bfloat16 *hidden = step_.wanted + row * hidden_size, *attended = work_.few_attended.data();
             std::memcpy(hidden, step_.hidden + from * hidden_size, hidden_size * sizeof(bfloat16));
             std::memcpy(attended + row * q_size, work_.attended.data() + from * q_size, q_size * sizeof(bfloat16));
         });

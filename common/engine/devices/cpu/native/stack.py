@@ -1,85 +1,58 @@
-"""A whole step of a decoder in one call, see `stack.h`. Owns the layout of what is passed to it."""
+"""Some layers of a decoder in one call, see `stack.h`. Owns the layout of what is passed to it."""
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from common.engine.contract.attention import AttentionBatch
-from common.engine.devices.cpu.native.products import PackedProduct, ProductStruct
+from common.engine.contract.device import Layer, Tail
+from common.engine.devices.cpu.native.products import ProductStruct
 from common.engine.devices.cpu.native.signature import function
 
 
-@dataclass(frozen=True, slots=True)
-class StackLayer:
-    """One layer's weights, norms bfloat16 on the CPU."""
-
-    input_norm: torch.Tensor  # [hidden_size]
-    post_norm: torch.Tensor
-    q_norm: torch.Tensor | None  # [head_dim]
-    k_norm: torch.Tensor | None
-    qkv: PackedProduct
-    output: PackedProduct
-    gate_up: PackedProduct
-    down: PackedProduct
-
-
-@dataclass(frozen=True, slots=True)
-class StackShape:
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    scale: float
-
-
 class NativeStack:
-    """Layers, final norm and head. Immutable; one step at a time."""
+    """Layers that follow one another and are alike, and final norm and head with `tail`. One step at a time."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        shape: StackShape,
-        layers: Sequence[StackLayer],
-        norm: torch.Tensor,
-        head: PackedProduct,
-        cos_sin: torch.Tensor,  # [max_position, head_dim] float32
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, layers: Sequence[Layer], tail: Tail | None) -> None:
+        """Every product of the layers and of the tail is packed; norms are bfloat16."""
         self._run = function(library, "pdserve_run_stack", "ppiib")
-        self._shape = shape
-        self._owned = layers, norm, head, cos_sin
+        self._owned = layers, tail
         self._layers = (_Layer * len(layers))(*(_layer(layer) for layer in layers))
-        sizes = len(layers), shape.hidden_size, shape.intermediate_size
-        heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        pointers = ctypes.addressof(self._layers), *sizes, *heads, cos_sin.data_ptr(), norm.data_ptr()
-        self._decoder = _Decoder(*pointers, head.struct, shape.eps, shape.scale)
+        spec, cos_sin = layers[0].spec, layers[0].cos_sin
+        sizes = len(layers), spec.hidden_size, spec.intermediate_size, spec.num_heads, spec.num_kv_heads, spec.head_dim
+        ends = (tail.norm.data_ptr(), tail.head.packed.struct) if tail is not None else (None, ProductStruct())
+        pointers = ctypes.addressof(self._layers), *sizes, cos_sin.data_ptr(), *ends
+        self._decoder = _Decoder(*pointers, spec.norm_eps, spec.attention.scale)
+        self._q_size = spec.q_size
+        self.num_layers = len(layers)
+        self.has_tail = tail is not None
 
     def start(
         self,
         hidden: torch.Tensor,  # [num_tokens, hidden_size] bfloat16, overwritten
         batch: AttentionBatch,
         kv: Sequence[torch.Tensor],  # per layer [2, num_blocks, block_size, num_kv_heads, head_dim] bfloat16
-        logit_rows: torch.Tensor,  # [num_rows] int64, ascending
+        rows: torch.Tensor | None,  # [num_rows] int64, ascending: wanted past the last attention; None = all
     ) -> "StackStep":
         """A step that has yet to run."""
-        shape = self._shape
         assert hidden.is_contiguous(), "rows one after another"
         assert all(layer.stride()[1:] == kv[0].stride()[1:] for layer in kv), "layers of one cache"
-        num_tokens, num_rows = hidden.shape[0], logit_rows.shape[0]
-        logits = torch.empty((num_rows, self._decoder.head.num_out), dtype=torch.float32)
-        carried = torch.empty_like(hidden), hidden.new_empty((num_tokens, shape.num_heads * shape.head_dim))
+        num_tokens = hidden.shape[0]
+        rows = torch.arange(num_tokens) if rows is None else rows
+        num_rows = rows.shape[0]
+        logits = torch.empty((num_rows if self.has_tail else 0, self._decoder.head.num_out), dtype=torch.float32)
+        wanted = hidden if num_rows == num_tokens else hidden.new_empty((num_rows, hidden.shape[1]))
+        delta, queries = torch.empty_like(hidden), hidden.new_empty((num_tokens, self._q_size))
         caches = (ctypes.c_void_p * len(kv))(*(layer.data_ptr() for layer in kv))
         tables = batch.block_tables
         step = _Step(
             batch.positions.data_ptr(), batch.slot_mapping.data_ptr(), batch.cu_seqlens_q.data_ptr(),
             batch.seq_lens.data_ptr(), tables.data_ptr(), tables.stride(0), tables.shape[0], num_tokens, kv[0].shape[2],
-            ctypes.addressof(caches), kv[0].stride(0), logit_rows.data_ptr(), num_rows, hidden.data_ptr(),
-            carried[0].data_ptr(), carried[1].data_ptr(), logits.data_ptr(),
+            ctypes.addressof(caches), kv[0].stride(0), rows.data_ptr(), num_rows, hidden.data_ptr(),
+            wanted.data_ptr(), delta.data_ptr(), queries.data_ptr(), logits.data_ptr(),
         )  # fmt: skip
-        return StackStep(self, step, logits, (hidden, batch, kv, logit_rows, caches, carried))
+        return StackStep(self, step, (wanted, delta, logits), (hidden, batch, kv, rows, caches, queries))
 
     def run(self, step: "_Step", first: int, last: int) -> None:
         self._run(ctypes.addressof(self._decoder), ctypes.addressof(step), first, last, torch.get_num_threads())
@@ -88,21 +61,33 @@ class NativeStack:
 class StackStep:
     """One step on its way through the layers. Keeps alive what the compiled code points to."""
 
-    def __init__(self, stack: NativeStack, step: "_Step", logits: torch.Tensor, owned: tuple[object, ...]) -> None:
+    def __init__(
+        self,
+        stack: NativeStack,
+        step: "_Step",
+        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        owned: tuple[object, ...],
+    ) -> None:
         self._stack = stack
         self._step = step
+        self._results = results
         self._owned = owned
-        self.logits = logits  # [num_rows, vocab_size] float32; valid after the last half
 
     def run(self, first: int, last: int) -> None:
-        """Half layers [first, last): 2 n is layer n up to its KV write, 2 n + 1 the rest; the last gives the logits."""
+        """Half layers [first, last): 2 n is layer n up to its KV write, 2 n + 1 the rest; the last gives the result."""
         self._stack.run(self._step, first, last)
 
+    def result(self) -> torch.Tensor:
+        """After the last half: logits [num_rows, vocab_size] float32 of a stack with a tail, else its output."""
+        hidden, delta, logits = self._results
+        return logits if self._stack.has_tail else hidden.add_(delta[: hidden.shape[0]])
 
-def _layer(layer: StackLayer) -> "_Layer":
-    norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
+
+def _layer(layer: Layer) -> "_Layer":
+    norms = (layer.norms.get(name) for name in ("before_attention", "before_mlp", "q_norm", "k_norm"))
     pointers = (norm.data_ptr() if norm is not None else None for norm in norms)
-    return _Layer(*pointers, layer.qkv.struct, layer.output.struct, layer.gate_up.struct, layer.down.struct)
+    products = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    return _Layer(*pointers, *(product.packed.struct for product in products))
 
 
 class _Layer(ctypes.Structure):
@@ -133,7 +118,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("table_stride", "num_seqs", "num_tokens", "block_size")),
         ("kv", ctypes.c_void_p),
         ("kv_stride", ctypes.c_int64),
-        ("logit_rows", ctypes.c_void_p),
-        ("num_logit_rows", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("hidden", "delta", "queries", "logits")),
+        ("rows", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("hidden", "wanted", "delta", "queries", "logits")),
     )

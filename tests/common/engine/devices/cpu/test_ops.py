@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.engine.contract.attention import AttentionBackend, AttentionOptions
+from common.checkpoint.layers import AttentionOptions
+from common.engine.contract.attention import AttentionBackend
 from common.engine.contract.elementwise import TorchElementwise
 from common.engine.contract.plan import SampleSpec
+from common.engine.devices.cpu.attention import CpuAttention
 from common.engine.devices.cpu.native.ops import NativeOps, native_ops
-from common.engine.devices.cpu.native_backend import NativeBackend
-from common.engine.devices.cpu.torch_backend import CpuBackend
 from common.engine.sampling import SampleError, sample
 from common.engine.sampling.noise import gumbel, gumbel_of, hash_with, key_halves
 from common.values.request import SamplingParams
+from tests.common.engine.devices.cpu.test_attention import table
 from tests.common.engine.model.batches import Run, batch_of, scattered_runs
-from tests.common.engine.model.test_cpu_backend import table
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 MIXED = [(0, 1), (4, 1), (15, 1), (16, 1), (0, 7), (200, 1), (33, 20)]
@@ -80,7 +80,7 @@ def test_attention_over_blocks_equals_torchs_and_reads_no_foreign_slot(
     ops: NativeOps, threads: None, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
     runs = scattered_runs(MIXED, block_size, num_blocks=400)
-    results = [_attend(backend, runs, block_size, heads, dtype) for backend in (NativeBackend(ops), CpuBackend())]
+    results = [_attend(backend, runs, block_size, heads, dtype) for backend in (CpuAttention(ops), CpuAttention(None))]
     torch.testing.assert_close(*(out.double() for out, _ in results), atol=4 * TOLERANCE[dtype], rtol=0)
     torch.testing.assert_close(*(kv for _, kv in results), equal_nan=True)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from common.checkpoint import CheckpointError
+from common.engine.devices.cpu.linear import cpu_linear
 from common.engine.devices.cpu.native.ops import native_ops
 from common.engine.devices.cpu.native.products import NativeProducts
 from common.engine.kv.pages import HugeArena, advise_huge_pages
-from common.engine.model.linear import Linear
 
 SHAPES = [(1, 2), (15, 64), (48, 576), (49, 34), (96, 130), (100, 1536)]
 
@@ -73,9 +73,9 @@ def test_no_rows_give_no_rows(products: NativeProducts) -> None:
 
 
 def test_a_linear_layer_uses_them_for_bfloat16_with_an_even_number_of_inputs_only(products: NativeProducts) -> None:
-    assert Linear(torch.ones(8, 4).bfloat16(), None, products).product is not None
-    assert Linear(torch.ones(8, 3).bfloat16(), None, products).product is None
-    assert Linear(torch.ones(8, 4), None, products).product is None
+    assert cpu_linear(torch.ones(8, 4).bfloat16(), None, products).packed is not None
+    assert cpu_linear(torch.ones(8, 3).bfloat16(), None, products).packed is None
+    assert cpu_linear(torch.ones(8, 4), None, products).packed is None
 
 
 def test_pieces_of_an_arena_do_not_overlap_and_are_aligned() -> None:
@@ -139,7 +139,7 @@ def test_outliers_and_zeros_of_one_span_leave_others_alone(products: NativeProdu
 
 def test_a_weight_that_cannot_have_so_few_bits_is_refused(products: NativeProducts) -> None:
     with pytest.raises(CheckpointError, match="cannot have 4 bits"):
-        Linear(torch.ones(8, 96).bfloat16(), None, products.with_bits(4))
+        cpu_linear(torch.ones(8, 96).bfloat16(), None, products.with_bits(4))
     assert products.with_bits(4).for_head().bits == 8
 
 

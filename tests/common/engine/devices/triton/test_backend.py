@@ -1,4 +1,4 @@
-"""TritonBackend as the model sees it: chunked prefill, then decode, equals attention over the whole sequence."""
+"""TritonAttention as the model sees it: chunked prefill, then decode, equals attention over the whole sequence."""
 
 import os
 import subprocess
@@ -9,9 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from common.engine.contract.attention import AttentionBackend, AttentionBatch, AttentionOptions
+from common.checkpoint.layers import AttentionOptions
+from common.engine.contract.attention import AttentionBackend, AttentionBatch
 from common.engine.devices.triton.attention_reference import attend_reference
-from common.engine.devices.triton.backend import TritonBackend
+from common.engine.devices.triton.device import TritonAttention
 from common.engine.devices.triton.rope_write import rope_and_write_reference
 from common.engine.devices.triton.silu_mul import silu_mul, silu_mul_reference
 
@@ -47,7 +48,7 @@ def test_steps_over_paged_cache_equal_whole_sequence(bounds: tuple[int, ...]) ->
     cos_sin = torch.rand(64, HEAD_DIM, generator=generator)
     block_table = torch.tensor([[4, 0, 2, 0]], dtype=torch.int32)
     kv = torch.full((2, 6, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM), float("nan"))
-    backend: AttentionBackend = TritonBackend()
+    backend: AttentionBackend = TritonAttention()
     outs = []
     for start, end in pairwise(bounds):
         batch = step(block_table, start, end)
@@ -70,7 +71,7 @@ def test_without_gpu_and_interpreter_the_backend_says_what_to_do() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    code = "from common.engine.devices.triton.backend import TritonBackend; TritonBackend()"
+    code = "from common.engine.devices.triton.device import TritonAttention; TritonAttention()"
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert "RuntimeError: triton kernels need a GPU" in result.stderr

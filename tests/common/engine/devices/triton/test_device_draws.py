@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from common.engine.contract.draws import DeviceDraws
 from common.engine.contract.plan import SampleSpec
 from common.engine.devices.triton.device_draws import TritonDraws
 from common.engine.devices.triton.sampling import PART
 from common.engine.sampling import SampleError, sample
-from common.engine.sampling.draw import DeviceDraws
 from common.values.request import SampledToken, SamplingParams
 from tests.common.engine.devices.triton.checks import GRIDS
 from tests.common.engine.devices.triton.pairwise import Case, case_id

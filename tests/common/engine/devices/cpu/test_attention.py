@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.checkpoint import ModelSpec
-from common.engine.contract.attention import AttentionBatch, AttentionOptions
-from common.engine.devices.cpu.gather_plan import group_by_length
-from common.engine.devices.cpu.torch_backend import CpuBackend, rotate
+from common.checkpoint.layers import AttentionOptions, Rope
+from common.engine.contract.attention import AttentionBatch
+from common.engine.devices.cpu.attention import CpuAttention, rotate
+from common.engine.devices.cpu.gathers import group_by_length
 from common.engine.model.rope import cos_sin_table
 from tests.common.engine.model.batches import Run, batch_of, scattered_runs
 
@@ -19,8 +19,7 @@ EDGE_LENS = [1, 15, 16, 17, 33]
 
 
 def table(head_dim: int) -> torch.Tensor:
-    spec = ModelSpec("llama", 1, 64, 1, 1, head_dim, 64, 64, 512, 10000.0, None, 1e-5, tie_embeddings=True)
-    return cos_sin_table(spec)
+    return cos_sin_table(Rope(10000.0), head_dim, max_position=512)
 
 
 class Case:
@@ -55,7 +54,7 @@ class Case:
         self.k, self.v = randn(num_tokens, num_kv_heads, head_dim), randn(num_tokens, num_kv_heads, head_dim)
 
     def run(self, batch: AttentionBatch | None = None) -> torch.Tensor:
-        backend, batch = CpuBackend(), batch or batch_of(self.runs, self.block_size)
+        backend, batch = CpuAttention(None), batch or batch_of(self.runs, self.block_size)
         q = backend.rope_and_write(self.q, self.k, self.v, self.cos_sin, self.kv, batch)
         return backend.attend(q, self.kv, batch, self.options)
 

@@ -1,9 +1,10 @@
-"""Turns an AttentionBatch into the gathers and masks that the cpu backend repeats in every layer of a step.
+"""The gathers and masks that attention in torch operators repeats in every layer of a step.
 
 Gathers read slots below a sequence's length only: what lies in unused slots (NaN included) never reaches a product.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -34,44 +35,63 @@ class PrefillRun:
     slots: torch.Tensor  # [seq_len] int64
 
 
-@dataclass(frozen=True, slots=True)
-class CpuPlan:
-    cos: torch.Tensor  # [num_tokens, 1, head_dim / 2] float32
-    sin: torch.Tensor
-    written_rows: torch.Tensor | None  # tokens that have a slot; None = all of them
-    written_slots: torch.Tensor  # [num_written] int64
-    decode_groups: list[DecodeGroup]
-    prefill_runs: list[PrefillRun]
+class Gathers:
+    """Made once per step; each part when a layer first asks for it."""
 
+    def __init__(self, batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> None:
+        """`dtype` is that of the queries, which masks must share."""
+        self.batch = batch
+        self._dtype = dtype
+        self._block_size = block_size
+        self._angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-def plan_batch(batch: AttentionBatch, cos_sin: torch.Tensor, block_size: int, dtype: torch.dtype) -> CpuPlan:
-    """`dtype` is that of the queries, which masks must share."""
-    cos, sin = cos_sin[batch.positions].unsqueeze(1).chunk(2, dim=-1)
-    starts, lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
-    num_new = [after - before for before, after in pairwise(starts)]
-    decode = [seq for seq, count in enumerate(num_new) if count == 1]
-    is_slot = batch.slot_mapping >= 0
-    written_rows = None if bool(is_slot.all()) else is_slot.nonzero().squeeze(1)
-    return CpuPlan(
-        cos=cos,
-        sin=sin,
-        written_rows=written_rows,
-        written_slots=batch.slot_mapping if written_rows is None else batch.slot_mapping[written_rows],
-        decode_groups=[_decode_group(batch, seqs, block_size, dtype) for seqs in group_by_length(decode, lens)],
-        prefill_runs=prefill_runs(batch, block_size),
-    )
+    def angles(self, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of each token, [num_tokens, 1, head_dim / 2] float32 each."""
+        key = cos_sin.data_ptr()  # of a table that lives as long as the model
+        if key not in self._angles:
+            cos, sin = cos_sin[self.batch.positions].unsqueeze(1).chunk(2, dim=-1)
+            self._angles[key] = cos, sin
+        return self._angles[key]
 
+    @cached_property
+    def written_rows(self) -> torch.Tensor | None:
+        """[num_written] int64: the tokens that have a slot; None = all of them."""
+        is_slot = self.batch.slot_mapping >= 0
+        return None if bool(is_slot.all()) else is_slot.nonzero().squeeze(1)
 
-def prefill_runs(batch: AttentionBatch, block_size: int) -> list[PrefillRun]:
-    """The sequences with more than one new token."""
-    if batch.max_query_len <= 1:
-        return []
-    bounds = list(pairwise(batch.cu_seqlens_q.tolist()))
-    return [
-        _prefill_run(batch, seq, first, last - first, block_size)
-        for seq, (first, last) in enumerate(bounds)
-        if last - first > 1
-    ]
+    @cached_property
+    def written_slots(self) -> torch.Tensor:
+        """[num_written] int64"""
+        slots = self.batch.slot_mapping
+        return slots if self.written_rows is None else slots[self.written_rows]
+
+    @cached_property
+    def decode_groups(self) -> list[DecodeGroup]:
+        """The sequences with one new token."""
+        lens = self.batch.seq_lens.tolist()
+        decode = [seq for seq, (first, last) in enumerate(self._bounds) if last - first == 1]
+        return [
+            _decode_group(self.batch, seqs, self._block_size, self._dtype) for seqs in group_by_length(decode, lens)
+        ]
+
+    @cached_property
+    def prefill_runs(self) -> list[PrefillRun]:
+        """The sequences with more than one new token."""
+        if self.batch.max_query_len <= 1:
+            return []
+        return [
+            PrefillRun(first, last, self._slots_of(seq))
+            for seq, (first, last) in enumerate(self._bounds)
+            if last - first > 1
+        ]
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, int]]:
+        return list(pairwise(self.batch.cu_seqlens_q.tolist()))
+
+    def _slots_of(self, seq: int) -> torch.Tensor:
+        tables, seq_len = self.batch.block_tables[seq : seq + 1], int(self.batch.seq_lens[seq])
+        return slots_of(tables, seq_len, self._block_size).squeeze(0)
 
 
 def group_by_length(seqs: list[int], lens: list[int]) -> list[list[int]]:
@@ -106,9 +126,3 @@ def _decode_group(batch: AttentionBatch, seqs: list[int], block_size: int, dtype
         lens=lens,
         mask=mask[:, None, None, :],
     )
-
-
-def _prefill_run(batch: AttentionBatch, seq: int, first_row: int, num_new: int, block_size: int) -> PrefillRun:
-    seq_len = int(batch.seq_lens[seq])
-    slots = slots_of(batch.block_tables[seq : seq + 1], seq_len, block_size).squeeze(0)
-    return PrefillRun(first_row, first_row + num_new, slots)

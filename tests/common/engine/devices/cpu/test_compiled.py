@@ -1,6 +1,8 @@
-"""A step in one compiled call against the same layers one operator after another, in bfloat16."""
+"""Layers in one compiled call against the same layers one operator after another, in bfloat16."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,9 @@ import torch
 
 from common.checkpoint import open_checkpoint
 from common.engine.contract.attention import AttentionBatch
+from common.engine.devices.cpu.compiled import compile_layers
+from common.engine.devices.cpu.device import CpuDevice
 from common.engine.devices.cpu.native.ops import NativeOps, native_ops
-from common.engine.devices.cpu.torch_backend import CpuBackend
 from common.engine.kv.cache import KVCache, KVShape
 from common.engine.model.decoder import Decoder, build_decoder
 from common.engine.model.weights import open_weights
@@ -60,10 +63,7 @@ class Side:
         self.cache = KVCache(KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype), 128, BLOCK_SIZE)
         noise = torch.randn(self.cache.data.shape, generator=torch.Generator().manual_seed(3)) * 0.3
         self.cache.data.copy_(noise)
-        products = ops.products if ops is not None else None
-        weights = open_weights(checkpoint, dtype)
-        self.model: Decoder = build_decoder(spec, weights, CpuBackend(), "cpu", ops, products)
-        assert self.model.is_fused == (ops is not None)
+        self.model: Decoder = build_decoder(spec, open_weights(checkpoint, dtype), CpuDevice(dtype, ops))
 
     def logits(self, batch: AttentionBatch, rows: torch.Tensor) -> torch.Tensor:
         token_ids = torch.arange(batch.positions.shape[0]) * 7 % 250
@@ -88,6 +88,7 @@ def test_logits_and_kv_are_as_close_to_float32_as_those_of_single_operators(
 ) -> None:
     batch = batch_of(scattered_runs(lens, BLOCK_SIZE, 128), BLOCK_SIZE)
     exact, plain, fused = Side(path, None, torch.float32), Side(path, None), Side(path, ops)
+    assert fused.model.compiled_layers == tuple(range(len(fused.cache.layers)))
     expected, single, found = (side.logits(batch, last_rows(batch)) for side in (exact, plain, fused))
     assert (found - expected).abs().mean() <= 1.5 * (single - expected).abs().mean() + 1e-3
     kv = [side.cache.data.float() for side in (exact, plain, fused)]
@@ -151,3 +152,59 @@ def test_a_token_without_a_slot_is_not_written(ops: NativeOps, path: Path) -> No
     batch.slot_mapping[2] = -1
     side.logits(batch, torch.tensor([0]))
     assert torch.equal(side.cache.data[:, :, 7, 2], before)
+
+
+@pytest.fixture(params=["first", "middle", "last", "first and last"])
+def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, tuple[int, ...]]:
+    """5 layers, some with a window, which the compiled step does not know; and the numbers of the others.
+
+    No sequence is as long as the window: what is computed is that of the model without.
+    """
+    unknown = {"first": {0}, "middle": {2}, "last": {4}, "first and last": {0, 4}}[request.param]
+    path = write_tiny_model(tmp_path, TinyModel(num_layers=5))
+    kinds = ["sliding_attention" if idx in unknown else "full_attention" for idx in range(5)]
+    config = json.loads((path / "config.json").read_text()) | {"layer_types": kinds, "sliding_window": 512}
+    (path / "config.json").write_text(json.dumps(config))
+    return path, tuple(idx for idx in range(5) if idx not in unknown)
+
+
+@pytest.mark.parametrize("lens", STEPS.values(), ids=STEPS.keys())
+def test_a_layer_of_an_unknown_kind_falls_back_alone_and_all_stay_near_float32(
+    ops: NativeOps, mixed: tuple[Path, tuple[int, ...]], lens: list[tuple[int, int]]
+) -> None:
+    path, known = mixed
+    batch = batch_of(scattered_runs(lens, BLOCK_SIZE, 128), BLOCK_SIZE)
+    exact, plain, compiled = Side(path, None, torch.float32), Side(path, None), Side(path, ops)
+    assert (plain.model.compiled_layers, compiled.model.compiled_layers) == ((), known)
+    expected, single, found = (side.logits(batch, last_rows(batch)) for side in (exact, plain, compiled))
+    assert (found - expected).abs().mean() <= 1.5 * (single - expected).abs().mean() + 1e-3
+    kv = [side.cache.data.float() for side in (exact, plain, compiled)]
+    assert (kv[2] - kv[0]).abs().mean() <= 1.2 * (kv[1] - kv[0]).abs().mean()
+
+
+def test_a_mixed_stack_calls_each_layers_hook_in_order_and_gives_logits_only_when_asked(
+    ops: NativeOps, mixed: tuple[Path, tuple[int, ...]]
+) -> None:
+    side, heard = Side(mixed[0], ops), list[int]()
+    batch = batch_of([Run(0, 6, (1, 2))], BLOCK_SIZE)
+    with torch.inference_mode():
+        none = torch.empty(0, dtype=torch.int64)
+        logits = side.model.forward(torch.arange(6), batch, side.cache.layers, none, heard.append)
+    assert heard == [1, 2, 3, 4, 5]
+    assert logits.shape == (0, TinyModel().vocab_size)
+    every = side.logits(batch, torch.arange(6))
+    assert torch.equal(side.logits(batch, torch.tensor([2, 5])), every[[2, 5]])
+
+
+def test_a_run_cut_in_two_gives_the_same_bits_as_one(ops: NativeOps, tmp_path: Path) -> None:
+    """Layers 0 to 3 in one call, and in two: what lies between two runs is rounded as within one."""
+    path = write_tiny_model(tmp_path, TinyModel(num_layers=4))
+    batch = batch_of(scattered_runs(STEPS["mixed"], BLOCK_SIZE, 128), BLOCK_SIZE)
+    whole, cut = Side(path, ops), Side(path, ops)
+    layers, tail = cut.model._layers, cut.model._tail
+    first = compile_layers(layers[:2], replace(tail, head=replace(tail.head, packed=None)), ops.products)
+    second = compile_layers(layers[2:], tail, ops.products)
+    cut.model._compiled = {0: first[0], 2: second[0]}
+    assert cut.model.compiled_layers == (0, 1, 2, 3)
+    assert torch.equal(cut.logits(batch, last_rows(batch)), whole.logits(batch, last_rows(batch)))
+    assert torch.equal(cut.cache.data, whole.cache.data)

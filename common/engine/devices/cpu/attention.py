@@ -1,25 +1,31 @@
-"""AttentionBackend for CPUs: torch operators over gathered slots.
+"""Attention on CPUs: compiled operators where they know a layer, else torch's over gathered slots.
 
-Decode rows of a batch are attended together; the query heads that share a KV head stand in the query axis, so KV
-is never repeated. Prefill runs go one sequence at a time through `causal_attention`. The cache may be quantized.
+In torch, decode rows of a batch are attended together; the query heads that share a KV head stand in the query axis,
+so KV is never repeated. Prefill runs go one sequence at a time through `causal_attention`. The cache may be quantized.
 """
 
 import torch
 import torch.nn.functional as F
 
-from common.engine.contract.attention import AttentionBatch, AttentionOptions
-from common.engine.devices.cpu.gather_plan import CpuPlan, DecodeGroup, PrefillRun, plan_batch
+from common.checkpoint.layers import AttentionOptions
+from common.engine.contract.attention import AttentionBatch
+from common.engine.devices.cpu.gathers import DecodeGroup, Gathers
+from common.engine.devices.cpu.native.ops import NativeOps
 from common.engine.devices.cpu.torch_prefill import cap_scores, causal_attention
 from common.engine.kv.quantized import is_quantized
 from common.engine.kv.rows import read_rows, write_rows
 
 
-class CpuBackend:
-    """Keeps the plan of the step being computed: `rope_and_write` makes it, each `attend` of the step reads it."""
+class CpuAttention:
+    """`AttentionBackend`. Keeps the gathers of the step being computed.
 
-    def __init__(self) -> None:
-        self._batch: AttentionBatch | None = None
-        self._plan: CpuPlan | None = None
+    The compiled operators take each layer that they know: no quantized cache, and in `attend` neither window nor cap.
+    """
+
+    def __init__(self, ops: NativeOps | None) -> None:
+        """`ops` = None: torch's operators only."""
+        self._ops = ops
+        self._gathers: Gathers | None = None
 
     def rope_and_write(
         self,
@@ -31,30 +37,38 @@ class CpuBackend:
         batch: AttentionBatch,
     ) -> torch.Tensor:
         """Rotate q and k, write k and v to their slots; a token with slot -1 is not written. Returns rotated q."""
-        if self._batch is not batch or self._plan is None:
-            self._plan = plan_batch(batch, cos_sin, kv.shape[2], q.dtype)
-            self._batch = batch
-        plan = self._plan
-        # rounded once, by the quantization
-        k = rotate(k.float() if is_quantized(kv.dtype) else k, plan.cos, plan.sin)
-        if plan.written_rows is not None:
-            k, v = k[plan.written_rows], v[plan.written_rows]
-        write_rows(kv, plan.written_slots, k, v)
-        return rotate(q, plan.cos, plan.sin)
+        if self._ops is not None and not is_quantized(kv.dtype):
+            return self._ops.rope_write(q, k, v, cos_sin, kv, batch)
+        gathers = self._gathers_of(batch, kv, q.dtype)
+        cos, sin = gathers.angles(cos_sin)
+        k = rotate(k.float() if is_quantized(kv.dtype) else k, cos, sin)  # rounded once, by the quantization
+        if gathers.written_rows is not None:
+            k, v = k[gathers.written_rows], v[gathers.written_rows]
+        write_rows(kv, gathers.written_slots, k, v)
+        return rotate(q, cos, sin)
 
     def attend(
         self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, options: AttentionOptions
     ) -> torch.Tensor:
         """Causal attention of every new token over its sequence. Returns [num_tokens, num_heads, head_dim]."""
-        plan = self._plan
-        assert plan is not None, "attend before rope_and_write"
-        assert self._batch is batch, "attend with another batch than rope_and_write"
+        gathers = self._gathers_of(batch, kv, q.dtype)
         output = torch.empty_like(q)
-        for group in plan.decode_groups:
-            output[group.rows] = _attend_group(q[group.rows], kv, group, options)
-        for run in plan.prefill_runs:
-            output[run.first_row : run.last_row] = attend_run(q[run.first_row : run.last_row], kv, run, options)
+        if self._ops is not None and options.is_plain and not is_quantized(kv.dtype):
+            if len(gathers.prefill_runs) < batch.seq_lens.shape[0]:
+                self._ops.decode_attention(output, q, kv, batch, options.scale)
+        else:
+            for group in gathers.decode_groups:
+                output[group.rows] = _attend_group(q[group.rows], kv, group, options)
+        for run in gathers.prefill_runs:
+            rows = slice(run.first_row, run.last_row)
+            k, v = read_rows(kv, run.slots, q.shape[2], q.dtype)
+            output[rows] = causal_attention(q[rows], k, v, options)
         return output
+
+    def _gathers_of(self, batch: AttentionBatch, kv: torch.Tensor, dtype: torch.dtype) -> Gathers:
+        if self._gathers is None or self._gathers.batch is not batch:
+            self._gathers = Gathers(batch, kv.shape[2], dtype)
+        return self._gathers
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -85,9 +99,3 @@ def _attend_group(q: torch.Tensor, kv: torch.Tensor, group: DecodeGroup, options
         hidden = torch.arange(max_len) < (group.lens - options.window).unsqueeze(1)
         scores.masked_fill_(hidden[:, None, None], float("-inf"))
     return (scores.softmax(-1).to(v.dtype) @ v).reshape(q.shape)
-
-
-def attend_run(q: torch.Tensor, kv: torch.Tensor, run: PrefillRun, options: AttentionOptions) -> torch.Tensor:
-    """Causal attention of one run of tokens over its sequence. Returns the shape of q."""
-    k, v = read_rows(kv, run.slots, q.shape[2], q.dtype)
-    return causal_attention(q, k, v, options)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common.engine.model import linear
-from common.engine.model.linear import Linear
+from common.engine.devices.cpu import linear
+from common.engine.devices.cpu.linear import cpu_linear
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -18,16 +18,16 @@ def test_the_product_is_right_for_any_number_of_rows(num_rows: int, has_bias: bo
     bias = torch.randn(80, generator=generator).to(dtype) if has_bias else None
     expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(Linear(weight, bias)(x).double(), expected, atol=tolerance * 7, rtol=tolerance)
+    torch.testing.assert_close(cpu_linear(weight, bias, None)(x).double(), expected, atol=tolerance * 7, rtol=tolerance)
 
 
 def test_without_packing_the_product_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(4, 16), torch.randn(8, 16)
-    packed = Linear(weight)(x)
+    packed = cpu_linear(weight, None, None)(x)
     monkeypatch.setattr(linear, "_can_pack", lambda: False)
-    torch.testing.assert_close(Linear(weight)(x), packed)
+    torch.testing.assert_close(cpu_linear(weight, None, None)(x), packed)
 
 
 def test_a_view_of_a_larger_matrix_is_taken_as_input() -> None:
     x, weight = torch.randn(6, 40), torch.randn(8, 16)
-    torch.testing.assert_close(Linear(weight)(x[:, 10:26]), x[:, 10:26] @ weight.T)
+    torch.testing.assert_close(cpu_linear(weight, None, None)(x[:, 10:26]), x[:, 10:26] @ weight.T)

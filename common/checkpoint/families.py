@@ -1,0 +1,74 @@
+"""The model families, one entry each: names in config.json and GGUF, layers as values, names of weights. Pure.
+
+A new family is a new entry. What its layers need and `LayerSpec` lacks is a new field there.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from common.checkpoint.layers import AttentionOptions, LayerSpec, Rope
+from common.checkpoint.spec import CheckpointError, ModelSpec
+
+# Part of a layer -> its weight's name under `model.layers.N`, without ".weight".
+LLAMA_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "before_attention": "input_layernorm",
+        "before_mlp": "post_attention_layernorm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "output": "self_attn.o_proj",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`change` makes the family's layer of a plain one: pre-norms, grouped-query attention, no bias."""
+
+    hf_classes: tuple[str, ...]  # `architectures` of config.json
+    change: Callable[[LayerSpec], LayerSpec] = lambda layer: layer
+    names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
+    has_permuted_gguf: bool = False  # GGUF stores rows of q and k permuted for interleaved RoPE
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family(("LlamaForCausalLM", "MistralForCausalLM"), has_permuted_gguf=True),
+        "qwen2": Family(("Qwen2ForCausalLM",), lambda layer: replace(layer, qkv_bias=True)),
+        "qwen3": Family(("Qwen3ForCausalLM",), lambda layer: replace(layer, qk_norm="head")),
+    }
+)
+
+
+def family_of(spec: ModelSpec) -> Family:
+    """Raises CheckpointError when there is no such family."""
+    if spec.architecture not in FAMILIES:
+        raise CheckpointError(f"architecture {spec.architecture!r} is not one of {', '.join(FAMILIES)}")
+    return FAMILIES[spec.architecture]
+
+
+def layers_of(spec: ModelSpec) -> tuple[LayerSpec, ...]:
+    """The model's layers, first to last."""
+    change = family_of(spec).change
+    windows = spec.windows or (0,) * spec.num_layers
+    return tuple(change(_plain_layer(spec, window)) for window in windows)
+
+
+def _plain_layer(spec: ModelSpec, window: int) -> LayerSpec:
+    return LayerSpec(
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.intermediate_size,
+        norm_eps=spec.rms_norm_eps,
+        rope=Rope(spec.rope_theta, spec.rope_scaling),
+        attention=AttentionOptions(spec.head_dim**-0.5, window, spec.attention_soft_cap),
+    )

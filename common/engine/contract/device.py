@@ -1,0 +1,121 @@
+"""Everything that differs between a CPU and a GPU: `Device`, one object per device, made once.
+
+Also the forms in which a model's weights meet it: `Linear`, `Layer` and `Tail`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from common.checkpoint.layers import LayerSpec
+from common.engine.contract.attention import AttentionBackend, AttentionBatch
+from common.engine.contract.draws import DrawCandidates
+from common.engine.contract.elementwise import Elementwise
+from common.engine.contract.runner import LayerHook
+
+# Runs the function once or more, and gives what repeats its work on the tensors that it read, and its result.
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """y = x @ weight.T + bias, as the device that made it laid the weight out."""
+
+    in_features: int
+    out_features: int
+    apply: Callable[[torch.Tensor], torch.Tensor]  # [num_rows, in_features] -> [num_rows, out_features]
+    packed: Any = None  # the device's own form of the weight, which its `compile` reads; None = it has none
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.apply(x)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """One decoder layer with its weights."""
+
+    spec: LayerSpec
+    cos_sin: torch.Tensor  # [max_position, head_dim] float32: cos in the first half, sin in the second
+    norms: Mapping[str, torch.Tensor]  # by the places of `spec.norms`, and "q_norm" and "k_norm"
+    qkv: Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tail:
+    """What makes logits of the last layer's output."""
+
+    norm: torch.Tensor  # [hidden_size]
+    norm_eps: float
+    head: Linear
+
+
+class CompiledRun(Protocol):
+    """Layers that follow one another, computed in one call."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether it computes final norm and head too, and returns logits [num_rows, vocab_size] float32."""
+        ...
+
+    def can_run(self, kv: torch.Tensor) -> bool:
+        """Whether it knows such a cache; `kv` is one layer of it."""
+        ...
+
+    def forward(
+        self,
+        hidden: torch.Tensor,  # [num_tokens, hidden_size], overwritten
+        batch: AttentionBatch,
+        kv: Sequence[torch.Tensor],  # of its layers
+        rows: torch.Tensor | None,  # [num_rows] int64, ascending: what is wanted past the last attention; None = all
+        layer_hook: LayerHook | None,  # called with the number of its own layers whose KV is written
+    ) -> torch.Tensor:
+        """The last layer's output [num_rows, hidden_size], or logits. With no row wanted it ends at the last KV."""
+        ...
+
+
+class Device(Protocol):
+    """Where a model is computed. Weights and activations are of `dtype` and lie at `place`."""
+
+    @property
+    def place(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def attention(self) -> AttentionBackend: ...
+
+    @property
+    def elementwise(self) -> Elementwise: ...
+
+    @property
+    def draws(self) -> DrawCandidates | None:
+        """What narrows draws down; None = the sampler computes the noise of whole rows."""
+        ...
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_head: bool = False) -> Linear:
+        """Lay out a weight [out_features, in_features]. Raises CheckpointError where it cannot have the bits asked for.
+
+        `is_head`: its result is float32 logits, which bear fewer bits badly.
+        """
+        ...
+
+    def compile(self, layers: Sequence[Layer], tail: Tail) -> Mapping[int, CompiledRun]:
+        """The runs of layers that it can compute in one call, by the number of their first layer. {} = none."""
+        ...
+
+    def tune(self, kv: torch.Tensor, num_heads: int, head_dim: int) -> None:
+        """Choose kernels' tilings for one layer `kv` of the cache. Changes no result beyond rounding."""
+        ...
+
+    def new_capture(self) -> Capture | None:
+        """What records whole steps, to be replayed in one launch; None where there is no such thing."""
+        ...

@@ -1,0 +1,69 @@
+"""Which layers the compiled step computes, by their values, and one call for each run of them."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+import torch
+
+from common.checkpoint.layers import PRE_NORMS
+from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.device import CompiledRun, Layer, Tail
+from common.engine.contract.runner import LayerHook
+from common.engine.devices.cpu.native.products import NativeProducts
+from common.engine.devices.cpu.native.stack import NativeStack
+
+
+def compile_layers(layers: Sequence[Layer], tail: Tail, products: NativeProducts) -> Mapping[int, CompiledRun]:
+    """The longest runs of layers that are known and alike, by the number of their first layer."""
+    runs: dict[int, CompiledRun] = {}
+    done = 0
+    for spec, group in groupby(layers, key=lambda layer: layer.spec if is_known(layer) else None):
+        run = list(group)
+        if spec is not None:
+            is_known_tail = tail.head.packed is not None and tail.norm_eps == spec.norm_eps
+            has_tail = is_known_tail and done + len(run) == len(layers)
+            runs[done] = NativeRun(NativeStack(products.library, run, tail if has_tail else None))
+        done += len(run)
+    return runs
+
+
+def is_known(layer: Layer) -> bool:
+    """Whether `stack.h` computes such a layer: pre-norms, plain attention, weights that are packed."""
+    spec = layer.spec
+    is_packed = all(one.packed is not None for one in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    is_llama_like = spec.norms == PRE_NORMS and spec.qk_norm in ("none", "head") and spec.residual_scale == 1.0
+    return is_packed and is_llama_like and spec.attention.is_plain
+
+
+class NativeRun:
+    """`CompiledRun`. Immutable; bfloat16 on CPUs that have products for it."""
+
+    def __init__(self, stack: NativeStack) -> None:
+        self._stack = stack
+        self.num_layers = stack.num_layers
+        self.has_tail = stack.has_tail
+
+    def can_run(self, kv: torch.Tensor) -> bool:
+        """Whether the KV cache is a plain one."""
+        return kv.dtype == torch.bfloat16
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        batch: AttentionBatch,
+        kv: Sequence[torch.Tensor],
+        rows: torch.Tensor | None,
+        layer_hook: LayerHook | None,
+    ) -> torch.Tensor:
+        """As `CompiledRun.forward`."""
+        step = self._stack.start(hidden, batch, kv, rows)
+        done = 0
+        for layer_idx in range(self.num_layers if layer_hook is not None else 0):
+            written = 2 * layer_idx + 1
+            step.run(done, written)
+            done = written
+            assert layer_hook is not None
+            layer_hook(layer_idx + 1)
+        has_rows = rows is None or rows.numel() > 0
+        step.run(done, 2 * self.num_layers - (0 if has_rows else 1))
+        return step.result()

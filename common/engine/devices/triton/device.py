@@ -1,0 +1,88 @@
+"""A GPU as a `Device`, by Triton kernels; or the CPU, under Triton's interpreter.
+
+Imports triton: import this module only where the triton path was chosen.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from common.checkpoint import CheckpointError
+from common.checkpoint.layers import AttentionOptions
+from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.device import Capture, CompiledRun, Layer, Linear, Tail
+from common.engine.devices.triton.capture import CudaCapture
+from common.engine.devices.triton.decode_attention import decode_attention
+from common.engine.devices.triton.device_draws import TritonDraws
+from common.engine.devices.triton.elementwise import TritonElementwise
+from common.engine.devices.triton.launch import require_runnable
+from common.engine.devices.triton.prefill_attention import prefill_attention
+from common.engine.devices.triton.rope_write import rope_and_write
+from common.engine.devices.triton.tuning import AttentionTiles, TuningFile, tune_attention
+from common.values.config import Quantization
+
+SHORT_QUERY_LEN = 64  # up to here the prefill kernel has smaller tiles, which are not tuned
+
+
+class TritonAttention:
+    """`AttentionBackend` by Triton kernels; everything runs on the current stream of q's device."""
+
+    def __init__(self) -> None:
+        """Raises RuntimeError where kernels cannot run."""
+        require_runnable()
+        self.tiles = AttentionTiles()  # the kernels' own choice
+
+    def rope_and_write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        kv: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """Rotate q and k, write k and v to their slots (below 0: not written); returns the rotated q."""
+        return rope_and_write(q, k, v, cos_sin, batch.positions, kv, batch.slot_mapping)
+
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, options: AttentionOptions
+    ) -> torch.Tensor:
+        """A step of single tokens splits the keys over programs; any other mix goes through the prefill kernel."""
+        parts = (q, kv, batch, options.scale)
+        tuned, window, soft_cap = self.tiles, options.window, options.soft_cap
+        if batch.max_query_len <= 1:
+            return decode_attention(*parts, window=window, soft_cap=soft_cap, tiles=tuned.decode)
+        tiles = tuned.prefill if batch.max_query_len > SHORT_QUERY_LEN else None
+        return prefill_attention(*parts, window=window, soft_cap=soft_cap, tiles=tiles)
+
+
+class TritonDevice:
+    """`Device`. Under the interpreter its place is the CPU."""
+
+    def __init__(self, dtype: torch.dtype, quantization: Quantization = "none") -> None:
+        """Raises RuntimeError where kernels cannot run, CheckpointError when weights should have fewer bits."""
+        if quantization != "none":
+            raise CheckpointError(f"quantization={quantization} is not offered by attention=triton, only on CPUs")
+        self.place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = dtype
+        self.draws = TritonDraws()
+        self.attention = TritonAttention()
+        self.elementwise = TritonElementwise()
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_head: bool = False) -> Linear:
+        """By torch, that is by cuBLAS."""
+        return Linear(weight.shape[1], weight.shape[0], partial(F.linear, weight=weight, bias=bias))
+
+    def compile(self, layers: Sequence[Layer], tail: Tail) -> Mapping[int, CompiledRun]:
+        """None: steps are recorded as a whole instead, see `new_capture`."""
+        return {}
+
+    def tune(self, kv: torch.Tensor, num_heads: int, head_dim: int) -> None:
+        if self.place.type == "cuda":
+            file = TuningFile.of_device(torch.cuda.get_device_name())
+            self.attention.tiles = tune_attention(file, kv, num_heads, head_dim, self.dtype)
+
+    def new_capture(self) -> Capture | None:
+        return CudaCapture() if self.place.type == "cuda" else None
