@@ -38,8 +38,6 @@ from router.front.http.server import build_app
 from router.front.ports import bind
 from router.front.service_protocol import JsonObject
 from router.front.tls import grpc_credentials, http_context
-from router.observe.otlp import TraceExporter
-from router.observe.spans import Origin
 from router.request.served_model import ServedModel
 from router.request.validation import Validator
 from router.router_registry import RouterRegistry, own_report
@@ -195,6 +193,10 @@ async def _traces(config: RouterConfig, model: ServedModel, metrics: Metrics) ->
     if not config.otlp_traces_endpoint:
         yield None
         return
+    # Here, as nothing else needs the SDK.
+    from router.observe.otlp import TraceExporter
+    from router.observe.spans import Origin
+
     exporter = TraceExporter(config.otlp_traces_endpoint, Origin(config.router_id, model.name, _version()), metrics)
     try:
         yield exporter.add

@@ -15,7 +15,7 @@ from typing import Any
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import SpanKind
 
 from common.telemetry.logs import get_logger
@@ -78,7 +78,7 @@ class TraceExporter:
             self._num_skipped += not is_sampled
 
 
-class _CountedExporter(SpanExporter):
+class _CountedExporter:
     """The SDK's exporter, which counts what the collector did not take. `export` is called by the SDK's thread."""
 
     def __init__(self, endpoint: str, metrics: RouterMetrics) -> None:
@@ -98,7 +98,7 @@ class _CountedExporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        self._inner.shutdown()  # type: ignore[no-untyped-call]
+        self._inner.shutdown()
 
     def _note(self, *, is_failing: bool) -> None:
         """One line when it begins to fail and one when it works again."""

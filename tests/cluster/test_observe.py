@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.cluster.cluster import Cluster, running_cluster
-from tests.router.observe.test_otlp import Collector
+from tests.router.observe.collector import Collector
 from tests.ui.browser import CHROMEDRIVER, CHROMIUM, ENTER, Browser, browser
 
 KEY = "s3cret-key"
