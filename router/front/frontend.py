@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import assert_never
 
 from common.telemetry.logs import get_logger
@@ -173,7 +174,7 @@ def _text_length(prompt: Prompt) -> int:
         case TextPrompt():
             return len(prompt.text)
         case ChatPrompt():
-            contents = [message["content"] for message in prompt.messages]
-            return sum(map(len, strings_in([*contents, prompt.template_kwargs])))
+            texts = chain.from_iterable(message.values() for message in prompt.messages)
+            return sum(map(len, strings_in([*texts, prompt.template_kwargs])))
         case TokenPrompt():
             return 0

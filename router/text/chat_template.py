@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -24,10 +24,14 @@ Message = dict[str, str]
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
-def chat_message(role: str, content: str, name: str | None) -> Message:
-    """A message for a template. Templates know "system" where OpenAI says "developer" by now."""
-    named = {"name": name} if name else {}
-    return {"role": "system" if role == "developer" else role, "content": content, **named}
+def chat_message(role: str, content: str, name: str | None, reasoning: str | None = None) -> Message:
+    """A message for a template. Templates know "system" where OpenAI says "developer" by now.
+
+    What the model thought before an earlier answer has two names, and templates read the one or the other.
+    """
+    optional = {"name": name, "reasoning": reasoning, "reasoning_content": reasoning}
+    stated = {key: text for key, text in optional.items() if text}
+    return {"role": "system" if role == "developer" else role, "content": content, **stated}
 
 
 class ChatTemplate:
@@ -41,10 +45,14 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
+        self._names = meta.find_undeclared_variables(environment.parse(source))
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
-        """The prompt's text. Raises InvalidRequest when the template refuses the messages."""
+        """The prompt's text. Raises InvalidRequest when the template refuses the messages, or does not read a kwarg."""
+        if unread := sorted(kwargs.keys() - self._names):
+            message = f"chat_template_kwargs: the model's chat template does not read {unread[0][:64]!r}"
+            raise InvalidRequest(message, param="chat_template_kwargs")
         try:
             return self._template.render(
                 **{**self._special_tokens, **kwargs},

@@ -9,13 +9,12 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from common.values.errors import InvalidRequest, Unsupported
 from common.wire.pb import generation_pb2 as pb
 from router.front.openai.fields import check_unused
-from router.front.openai.prompts import check_template_kwargs
+from router.front.openai.prompts import check_role, check_template_kwargs
 from router.request import limits
 from router.request.spec import ChatPrompt, Pins, Prompt, RequestSpec, Stated, TextPrompt, TokenPrompt
 from router.text.chat_template import Message as ChatMessage
 from router.text.chat_template import chat_message
 
-_ROLES = ("system", "developer", "user", "assistant")
 _GROUPS: Mapping[str, Descriptor] = {
     "sampling": pb.SamplingParams.DESCRIPTOR,
     "stop": pb.StopConditions.DESCRIPTOR,
@@ -78,8 +77,7 @@ def _chat(chat: pb.ChatInput) -> ChatPrompt:
 
 
 def _message(message: pb.ChatMessage, param: str) -> ChatMessage:
-    if message.role not in _ROLES:
-        raise InvalidRequest(f"{param}.role must be one of {', '.join(_ROLES)}", param=f"{param}.role")
+    check_role(message.role, f"{param}.role")
     return chat_message(message.role, message.content, message.name)
 
 

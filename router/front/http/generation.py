@@ -28,7 +28,7 @@ from router.front.openai.render import (
 from router.front.openai.requests import ChatBody, CompletionBody, GenerationBody
 from router.front.openai.responses import Answer
 from router.front.openai.specs import chat_spec, completion_specs
-from router.front.openai.usage import metrics_of, server_timing, usage_of
+from router.front.openai.usage import metrics_of, server_timing, usage_of, usage_of_counts
 from router.front.output import Deltas, Summary
 from router.request.spec import RequestSpec
 from router.request.validation import ValidRequest
@@ -55,7 +55,18 @@ class _Job:
     body: GenerationBody
     requests: list[ValidRequest]
     tenant: Tenant
-    accepted: Accepted | None = None
+    accepted: Accepted | None = None  # the first
+    num_cached_tokens: int = 0  # of all prompts accepted so far
+    num_completion_tokens: int = 0  # that the client was given so far
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.generation.token_ids) for request in self.requests)
+
+    def accept(self, accepted: Accepted) -> None:
+        """One of the prompts is placed."""
+        self.accepted = self.accepted or accepted
+        self.num_cached_tokens += accepted.num_cached_tokens
 
     @property
     def num_choices(self) -> int:
@@ -121,7 +132,7 @@ class GenerationEndpoints:
             async for prompt_idx, update in updates:
                 match update:
                     case Accepted():
-                        job.accepted = job.accepted or update
+                        job.accept(update)
                     case Deltas():
                         for delta in update.deltas:
                             choices[prompt_idx * job.num_choices + delta.choice_idx].add(delta)
@@ -152,7 +163,7 @@ class GenerationEndpoints:
             async for prompt_idx, update in updates:
                 match update:
                     case Accepted():
-                        job.accepted = job.accepted or update
+                        job.accept(update)
                     case Deltas():
                         first_index = prompt_idx * job.num_choices
                         yield b"".join(self._chunk(job, first_index, delta, opened) for delta in update.deltas)
@@ -163,6 +174,7 @@ class GenerationEndpoints:
     def _chunk(self, job: _Job, first_index: int, delta: ChoiceDelta, opened: set[int]) -> bytes:
         """The event for `delta`, after those that open the choice when it is the first."""
         index = first_index + delta.choice_idx
+        job.num_completion_tokens += len(delta.tokens)
         opening = [] if index in opened else job.renderer.opening(index, job.echo_text(index))
         opened.add(index)
         return b"".join(self._frame(job, [choice]) for choice in (*opening, job.renderer.chunk(index, delta)))
@@ -179,7 +191,9 @@ class GenerationEndpoints:
 
     def _frame(self, job: _Job, choices: list[AnyChoice]) -> bytes:
         answer = self._answer_of(job, job.renderer.chunk_object, choices)
-        if job.body.include_usage:
+        if job.body.continuous_usage:
+            answer.usage = usage_of_counts(job.num_prompt_tokens, job.num_completion_tokens, job.num_cached_tokens)
+        elif job.body.include_usage:
             answer.usage = None
         return sse_frame(answer)
 

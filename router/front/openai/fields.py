@@ -1,33 +1,35 @@
-"""Which fields of the OpenAI API and its dialects are known and not offered. Pure data and one check.
+"""Fields of the OpenAI API and its dialects that are known and do nothing, or are not offered. Pure: one check.
 
-Such a field is refused by name unless its value means "not used": silently dropping one would give an answer that
-the client did not ask for. Fields that nobody knows are refused too, with the nearest known name.
+A field that changes no answer is accepted and ignored. One that is not offered is refused by name unless its value
+means "not used": silently dropping it would give an answer that the client did not ask for. Fields that nobody knows
+are refused too, with the nearest known name.
 """
 
 import difflib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
 from common.values.errors import InvalidRequest, Unsupported
 
+# Types of the fields of a body.
+Ignored = Annotated[Any, "ignored"]
+NotOffered = Annotated[Any, "not offered"]
 # Values besides null that mean the same as leaving the field out.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_tools": ([],),
     "annotations": ([],),
     "best_of": (1,),
     "continue_final_message": (False,),
-    "continuous_usage_stats": (False,),
     "documents": ([],),
     "functions": ([],),
     "function_call": ("none",),
     "include_obfuscation": (False,),
     "include_reasoning": (True,),
-    "length_penalty": (1, 1.0),
-    "metadata": ({},),
+    "length_penalty": (1,),
     "modalities": (["text"],),
-    "n_best": (1,),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
@@ -40,23 +42,36 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
     "tools": ([],),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
 }
+_NO_TOOLS = "this server offers no tools"
 _ADVICE = {
     "best_of": "use n",
+    "functions": _NO_TOOLS,
     "request_id": "send it as the X-Request-Id header",
+    "tool_calls": _NO_TOOLS,
+    "tool_call_id": _NO_TOOLS,
+    "tools": _NO_TOOLS,
     "truncate_prompt_tokens": "shorten the prompt",
 }
 
 
-def refuse_unsupported(body: msgspec.Struct, fields: Iterable[str], prefix: str = "") -> None:
-    """Raise Unsupported for the first of `fields` whose value asks for something."""
-    for name in fields:
+@cache
+def fields_of(body_type: type[msgspec.Struct], kind: Any) -> tuple[str, ...]:
+    """Names of the fields that are Ignored, or NotOffered."""
+    hints = get_type_hints(body_type, include_extras=True)
+    return tuple(name for name in body_type.__struct_fields__ if hints[name] == kind)
+
+
+def refuse_unsupported(body: msgspec.Struct, prefix: str = "") -> None:
+    """Raise Unsupported for the first field that is not offered and whose value asks for something."""
+    for name in fields_of(type(body), NotOffered):
         check_unused(name, getattr(body, name), prefix)
 
 
 def check_unused(name: str, value: object, prefix: str = "") -> None:
     """Raise Unsupported when the value of a field that is not offered asks for something."""
-    if value is not None and value not in _NEUTRAL.get(name, ()):
+    if value is not None and value not in NEUTRAL.get(name, ()):
         advice = f"; {_ADVICE[name]}" if name in _ADVICE else ""
         raise Unsupported(f"{prefix}{name} is not supported yet{advice}", param=prefix + name)
 

@@ -5,12 +5,11 @@ from typing import Any
 
 from common.values.errors import InvalidRequest, Unsupported
 from router.front.openai.fields import refuse_unsupported
-from router.front.openai.requests import CompletionBody, ContentPart, MessageBody
+from router.front.openai.requests import ROLES, CompletionBody, ContentPart, MessageBody
 from router.request import limits
 from router.request.spec import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.text.chat_template import Message, chat_message
 
-_MESSAGE_UNSUPPORTED = ("annotations", "audio", "function_call", "refusal", "tool_call_id", "tool_calls")
 _RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt", "tools", "documents")
 
 
@@ -75,11 +74,19 @@ def check_template_kwargs(kwargs: Mapping[str, Any], param: str) -> None:
 
 
 def _message(message: MessageBody, param: str) -> Message:
-    refuse_unsupported(message, _MESSAGE_UNSUPPORTED, f"{param}.")
+    check_role(message.role, f"{param}.role")
+    refuse_unsupported(message, f"{param}.")
     if message.content is None:
         raise InvalidRequest(f"{param}.content is missing", param=f"{param}.content")
     content = message.content if isinstance(message.content, str) else _joined(message.content, f"{param}.content")
-    return chat_message(message.role, content, message.name)
+    return chat_message(message.role, content, message.name, message.reasoning_content or message.reasoning)
+
+
+def check_role(role: str, param: str) -> None:
+    if role in ("tool", "function"):
+        raise Unsupported(f"{param}: {role!r} is not supported yet; this server offers no tools", param=param)
+    if role not in ROLES:
+        raise InvalidRequest(f"{param} must be one of {', '.join(ROLES)}", param=param)
 
 
 def _joined(parts: Sequence[ContentPart], param: str) -> str:
@@ -87,6 +94,7 @@ def _joined(parts: Sequence[ContentPart], param: str) -> str:
         if part.type != "text":
             where = f"{param}[{idx}].type"
             raise Unsupported(f"{where}: only content of type 'text' is supported yet", param=where)
+        refuse_unsupported(part, f"{param}[{idx}].")
         if part.text is None:
             raise InvalidRequest(f"{param}[{idx}].text is missing", param=f"{param}[{idx}].text")
     return "".join(part.text or "" for part in parts)

@@ -3,54 +3,65 @@
 Types are strict: "5", 5.0 and true are no integers. Of a key given twice the last counts, as JSON parsers agree.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
+from router.front.openai.fields import Ignored, NotOffered
 from router.request.spec import Stated
+
+ROLES = ("system", "developer", "user", "assistant")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
-    continuous_usage_stats: Any = None
-    include_obfuscation: Any = None
+    continuous_usage_stats: bool = False
+    include_obfuscation: NotOffered = None
 
 
 class GenerationBody(Stated, forbid_unknown_fields=True, kw_only=True):
-    """What completions and chats share. `user` is accepted and has no effect, as at OpenAI."""
+    """What completions and chats share."""
 
     max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
     return_token_ids: bool | None = None
     return_timings: bool | None = None
-    # Known and not supported, see `router.front.openai.fields`.
-    allowed_tools: Any = None
-    best_of: Any = None
-    documents: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    length_penalty: Any = None
-    metadata: Any = None
-    prompt_logprobs: Any = None
-    request_id: Any = None
-    response_format: Any = None
-    return_tokens_as_token_ids: Any = None
-    service_tier: Any = None
-    session_id: Any = None
-    spaces_between_special_tokens: Any = None
-    store: Any = None
-    stream_interval: Any = None
-    structured_outputs: Any = None
-    truncate_prompt_tokens: Any = None
-    use_beam_search: Any = None
+    metadata: Ignored = None
+    prediction: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    user: Ignored = None
+    allowed_tools: NotOffered = None
+    best_of: NotOffered = None
+    documents: NotOffered = None
+    guided_choice: NotOffered = None
+    guided_grammar: NotOffered = None
+    guided_json: NotOffered = None
+    guided_regex: NotOffered = None
+    length_penalty: NotOffered = None
+    prompt_logprobs: NotOffered = None
+    request_id: NotOffered = None
+    response_format: NotOffered = None
+    return_tokens_as_token_ids: NotOffered = None
+    service_tier: NotOffered = None
+    session_id: NotOffered = None
+    spaces_between_special_tokens: NotOffered = None
+    store: NotOffered = None
+    stream_interval: NotOffered = None
+    structured_outputs: NotOffered = None
+    truncate_prompt_tokens: NotOffered = None
+    use_beam_search: NotOffered = None
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
@@ -60,29 +71,36 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    suffix: Any = None
+    suffix: NotOffered = None
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     text: str | None = None
-    file: Any = None
-    image_url: Any = None
-    input_audio: Any = None
-    refusal: Any = None
-    video_url: Any = None
+    cache_control: Ignored = None
+    file: NotOffered = None
+    image_url: NotOffered = None
+    input_audio: NotOffered = None
+    refusal: NotOffered = None
+    video_url: NotOffered = None
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
+    """`reasoning` and `reasoning_content`, of earlier answers, are for the template; two names for one thing."""
+
+    role: Annotated[str, msgspec.Meta(extra_json_schema={"enum": ROLES})]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
-    refusal: Any = None
-    tool_call_id: Any = None
-    tool_calls: Any = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    cache_control: Ignored = None
+    id: Ignored = None
+    annotations: NotOffered = None
+    audio: NotOffered = None
+    function_call: NotOffered = None
+    refusal: NotOffered = None
+    tool_call_id: NotOffered = None
+    tool_calls: NotOffered = None
 
 
 class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
@@ -94,20 +112,19 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    audio: Any = None
-    chat_template: Any = None
-    continue_final_message: Any = None
-    function_call: Any = None
-    functions: Any = None
-    include_reasoning: Any = None
-    modalities: Any = None
-    parallel_tool_calls: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    audio: NotOffered = None
+    chat_template: NotOffered = None
+    continue_final_message: NotOffered = None
+    function_call: NotOffered = None
+    functions: NotOffered = None
+    include_reasoning: NotOffered = None
+    modalities: NotOffered = None
+    parallel_tool_calls: NotOffered = None
+    reasoning_effort: NotOffered = None
+    tool_choice: NotOffered = None
+    tools: NotOffered = None
+    verbosity: NotOffered = None
+    web_search_options: NotOffered = None
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):

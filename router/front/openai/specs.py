@@ -7,24 +7,11 @@ from router.front.openai.requests import ChatBody, CompletionBody, GenerationBod
 from router.request.spec import RequestSpec
 
 _API_NAMES = {"deadline": "x-request-timeout-s"}
-_SHARED_UNSUPPORTED = (
-    *("allowed_tools", "best_of", "documents", "length_penalty", "metadata", "prompt_logprobs"),
-    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("return_tokens_as_token_ids", "service_tier", "session_id", "spaces_between_special_tokens", "store"),
-    *("stream_interval", "truncate_prompt_tokens", "use_beam_search", "request_id"),
-)
-_COMPLETION_UNSUPPORTED = (*_SHARED_UNSUPPORTED, "suffix")
-_CHAT_UNSUPPORTED = (
-    *_SHARED_UNSUPPORTED,
-    *("audio", "chat_template", "continue_final_message", "function_call", "functions", "include_reasoning"),
-    *("modalities", "parallel_tool_calls", "prediction", "reasoning_effort", "tool_choice", "tools", "verbosity"),
-    "web_search_options",
-)
 
 
 def completion_specs(body: CompletionBody, deadline_s: float | None) -> list[RequestSpec]:
     """One request per prompt."""
-    refuse_unsupported(body, _COMPLETION_UNSUPPORTED)
+    refuse_unsupported(body)
     _check_stream_options(body)
     if body.echo and body.logprobs is not None:
         raise Unsupported("echo together with logprobs is not supported yet", param="echo")
@@ -43,7 +30,7 @@ def completion_specs(body: CompletionBody, deadline_s: float | None) -> list[Req
 
 
 def chat_spec(body: ChatBody, deadline_s: float | None) -> RequestSpec:
-    refuse_unsupported(body, _CHAT_UNSUPPORTED)
+    refuse_unsupported(body)
     _check_stream_options(body)
     max_tokens, max_tokens_name = _chat_max_tokens(body)
     return RequestSpec(
@@ -61,7 +48,7 @@ def _check_stream_options(body: GenerationBody) -> None:
         return
     if not body.stream:
         raise InvalidRequest("stream_options is only allowed with stream", param="stream_options")
-    refuse_unsupported(body.stream_options, ("continuous_usage_stats", "include_obfuscation"), "stream_options.")
+    refuse_unsupported(body.stream_options, "stream_options.")
 
 
 def _chat_max_tokens(body: ChatBody) -> tuple[int | None, str]:

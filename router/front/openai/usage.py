@@ -9,10 +9,16 @@ from router.front.output import Summary
 
 def usage_of(summaries: Sequence[Summary]) -> Usage:
     """Of all prompts of a request together; the prompt's tokens count once, however many choices it has."""
-    prompt_tokens = sum(summary.num_prompt_tokens for summary in summaries)
-    completion_tokens = sum(summary.num_completion_tokens for summary in summaries)
-    cached = PromptTokensDetails(sum(summary.num_cached_tokens for summary in summaries))
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
+    return usage_of_counts(
+        sum(summary.num_prompt_tokens for summary in summaries),
+        sum(summary.num_completion_tokens for summary in summaries),
+        sum(summary.num_cached_tokens for summary in summaries),
+    )
+
+
+def usage_of_counts(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> Usage:
+    num_tokens = num_prompt_tokens + num_completion_tokens
+    return Usage(num_prompt_tokens, num_completion_tokens, num_tokens, PromptTokensDetails(num_cached_tokens))
 
 
 def metrics_of(timings: RequestTimings, num_completion_tokens: int) -> RequestMetrics:

@@ -79,7 +79,8 @@ async def test_what_takes_long_is_done_off_the_loop(monkeypatch: pytest.MonkeyPa
     user = {"role": "user", "content": "x"}
     assert list(await frontend.tokenize(TextPrompt(text)))[1:] == ids(text)
     assert ids(text)[0] in await frontend.tokenize(ChatPrompt(({"role": "user", "content": text},)))
-    await frontend.tokenize(ChatPrompt((user,), template_kwargs={"tone": text}))
+    with pytest.raises(InvalidRequest):  # the template reads no such argument
+        await frontend.tokenize(ChatPrompt((user,), template_kwargs={"tone": text}))
     assert await frontend.detokenize(ids(text), "tokens") == text
     assert off_loop == [True] * 4
     assert await frontend.token_strings(ids(text)) == list(text)

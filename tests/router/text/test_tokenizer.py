@@ -6,7 +6,7 @@ import pytest
 
 from common.checkpoint import open_checkpoint
 from common.values.errors import InvalidRequest, Unsupported
-from router.text.chat_template import ChatTemplate
+from router.text.chat_template import ChatTemplate, chat_message
 from router.text.choice_text import Detokenizer
 from router.text.token_text import TokenTexts
 from router.text.tokenizer import PromptTokenizer, require_encodable
@@ -66,8 +66,30 @@ def test_no_special_token_comes_from_a_message(tokenizer: PromptTokenizer, conte
     assert f"user\n{content}<|im_end|>" in tokenizer.decode(ids)
 
 
+REASONING = "{% for m in messages %}{{ m.content }}{% if m.%s %}({{ m.%s }}){% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_what_was_thought_before_reaches_a_template_by_the_name_that_it_reads(name: str) -> None:
+    tokenizer = PromptTokenizer(byte_tokenizer(), ChatTemplate(REASONING.replace("%s", name), SPECIAL))
+    messages = [chat_message("assistant", "4", None, "2 + 2</s>"), chat_message("user", "why?", None)]
+    ids = tokenizer.encode_chat(messages)
+    assert tokenizer.decode(ids) == "4(2 + 2</s>)why?"
+    assert EOS_ID not in ids
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused_by_name() -> None:
+    """Read in a loop, or only to give it a default, is read."""
+    source = "{% if not date is defined %}{% set date = 1 %}{% endif %}{% for m in messages %}{{ tone }}{% endfor %}"
+    tokenizer = PromptTokenizer(byte_tokenizer(), ChatTemplate(source, SPECIAL))
+    tokenizer.encode_chat([chat_message("user", "x", None)], kwargs={"date": 2, "tone": "y"})
+    with pytest.raises(InvalidRequest, match="does not read 'enable_thinking'") as refused:
+        tokenizer.encode_chat([chat_message("user", "x", None)], kwargs={"date": 2, "enable_thinking": False})
+    assert refused.value.param == "chat_template_kwargs"
+
+
 def test_special_tokens_in_template_arguments_stay_text() -> None:
-    template = ChatTemplate("{{ tone }}{{ messages[0]['content'] }}</s>", SPECIAL)
+    template = ChatTemplate("{{ tone }}{{ messages[0]['content'] }}{% if list %}</s>{% endif %}", SPECIAL)
     tokenizer = PromptTokenizer(byte_tokenizer(), template)
     ids = tokenizer.encode_chat([{"role": "user", "content": "x"}], kwargs={"tone": "</s>", "list": ["</s>", 1]})
     assert ids.count(EOS_ID) == 1
