@@ -21,7 +21,11 @@ from common.values.errors import PdserveError
 Kind = Literal["counter", "gauge", "histogram"]
 
 # vLLM's buckets, with finer first steps where a small model on a CPU needs them.
-_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
+# The last edge is the default deadline of a request (router.default_deadline_s).
+_LATENCY = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600),
+)
 _BYTES = tuple(float(4**power) for power in range(6, 17))
 _TOKENS = tuple(float(2**power) for power in range(0, 18))
 

@@ -118,7 +118,7 @@ class Frontend:
         Raises PdserveError; leaving early cancels it.
         """
         generation, tenant = request.generation, request.tenant
-        error = DeadlineExceeded(f"the request did not end within {generation.deadline_s:g} s")
+        error = _deadline_exceeded(generation.deadline_s)
         limit_s = generation.deadline_s + _DEADLINE_SLACK_S
         with (
             lease or tenant.take_places([len(generation.token_ids)])[0] as place,
@@ -144,6 +144,8 @@ class Frontend:
                     yield output.summary(event)
                     return
                 case Failed():
+                    if isinstance(event.error, DeadlineExceeded):
+                        raise entry.error or _deadline_exceeded(request.generation.deadline_s)
                     if not entry.is_aborted:
                         raise entry.error or event.error
                 case _:
@@ -167,6 +169,13 @@ class Frontend:
                 )
             case _:
                 assert_never(prompt)
+
+
+def _deadline_exceeded(deadline_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"the request did not end within {deadline_s:g} s: the deadline that its client stated "
+        "(x-request-timeout-s, in gRPC the call's own), else router.default_deadline_s"
+    )
 
 
 def _text_length(prompt: Prompt) -> int:

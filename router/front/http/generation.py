@@ -10,6 +10,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from common.values.errors import RequestCancelled
 from common.values.ids import RequestId
 from router.core.generation import Accepted
 from router.front.frontend import Frontend
@@ -134,6 +135,7 @@ class GenerationEndpoints:
                     case Accepted():
                         job.accept(update)
                     case Deltas():
+                        _check_not_aborted(update)
                         for delta in update.deltas:
                             choices[prompt_idx * job.num_choices + delta.choice_idx].add(delta)
                     case Summary():
@@ -167,6 +169,7 @@ class GenerationEndpoints:
                     case Deltas():
                         first_index = prompt_idx * job.num_choices
                         yield b"".join(self._chunk(job, first_index, delta, opened) for delta in update.deltas)
+                        _check_not_aborted(update)
                     case Summary():
                         summaries.append(update)
         yield self._last_frames(job, summaries)
@@ -209,6 +212,12 @@ def _headers(job: _Job, request_id: str) -> dict[str, str]:
         if job.accepted.prefill_worker_id:
             headers["x-pdserve-prefill-worker"] = job.accepted.prefill_worker_id
     return headers
+
+
+def _check_not_aborted(update: Deltas) -> None:
+    """Raises RequestCancelled."""
+    if any(delta.end is not None and delta.end.reason is None for delta in update.deltas):
+        raise RequestCancelled("the request was aborted, as its client asked")
 
 
 def _slowest(summaries: Sequence[Summary]) -> Summary:

@@ -166,9 +166,8 @@ class CompletionRenderer:
 
 
 def finish_reason_of(end: ChoiceEnd | None) -> str | None:
-    if end is None:
-        return None
-    return end.reason.value if end.reason is not None else "abort"
+    """None for a choice that was aborted: OpenAI's API has no word for that, and the answer ends with an error."""
+    return None if end is None or end.reason is None else end.reason.value
 
 
 def stop_reason_of(end: ChoiceEnd | None) -> str | int | None:

@@ -7,6 +7,7 @@ import urllib.request
 import pytest
 
 from common.telemetry.metrics import METRICS, Metrics
+from common.values.config import RouterConfig
 from tests.paths import ROOT
 
 
@@ -91,3 +92,11 @@ def test_every_metric_is_set_by_something() -> None:
     packages = ("common", "decode_worker", "deploy", "kvtransfer", "prefill_worker", "router")
     source = "".join(path.read_text() for package in packages for path in (root / package).rglob("*.py"))
     assert [spec.name for spec in METRICS if source.count(f'"{spec.name}"') < 2] == []
+
+
+def test_the_edges_of_durations_reach_the_default_deadline() -> None:
+    """What lasts up to it falls between two edges, not beyond the last."""
+    default_deadline_s = RouterConfig.model_fields["default_deadline_s"].default
+    for name in ("pdserve_request_duration_seconds", "pdserve_time_to_first_token_seconds"):
+        (spec,) = [spec for spec in METRICS if spec.name == name]
+        assert max(spec.buckets) >= default_deadline_s

@@ -100,8 +100,9 @@ async def http_rig(
     model: ServedModel = MODEL,
     access: Access | None = None,
     room: Connections | None = None,
+    deadline_s: float = 10.0,
 ) -> AsyncIterator[HttpRig]:
-    frontend = build_frontend(service, model)
+    frontend = build_frontend(service, model, deadline_s)
     scaled: list[dict[str, int]] = []
 
     async def scale(sizes: Mapping[str, int]) -> None:

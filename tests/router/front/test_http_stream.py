@@ -7,6 +7,7 @@ import socket
 import struct
 from typing import Any
 
+import openai
 import pytest
 
 from common.values.errors import DeadlineExceeded, WorkerFailed
@@ -195,13 +196,52 @@ async def test_the_timeout_header_is_a_deadline(stream: bool) -> None:
         reply = await rig.client.post("/v1/completions", json=body, headers={"x-request-timeout-s": "0.1"})
     assert reply.status_code == 504
     assert reply.json()["error"] == {
-        "message": "the request did not end within 0.1 s",
+        "message": "the request did not end within 0.1 s: the deadline that its client stated "
+        "(x-request-timeout-s, in gRPC the call's own), else router.default_deadline_s",
         "type": "timeout_error",
         "param": None,
         "code": "deadline_exceeded",
     }
     assert service.submitted[0].deadline_s == 0.1
     assert len(service.cancelled) == 1
+
+
+async def test_a_healthy_stream_that_reaches_its_deadline_ends_with_an_error_that_names_the_setting() -> None:
+    """By the service's own clock or by ours, whichever is first."""
+    late = DeadlineExceeded("not finished within 10 s")
+    of_service = failing(late, lambda request: [accepted(request), *tokens([ids("abc")], None)])
+    for service, deadline_s in ((of_service, 10.0), (hangs_after("abc"), 0.2)):
+        async with http_rig(service, deadline_s=deadline_s) as rig:
+            reply = await rig.post("/v1/completions", {"prompt": "x", "stream": True})
+        *events, last = map(json.loads, events_of(reply.text))
+        assert "".join(event["choices"][0]["text"] for event in events) == "abc"
+        assert last["error"]["code"] == "deadline_exceeded"
+        assert "router.default_deadline_s" in last["error"]["message"]
+        assert f"{deadline_s:g} s" in last["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_aborted_answer_ends_with_an_error_and_not_with_a_word_that_openais_api_lacks(stream: bool) -> None:
+    """Its official client, which knows the words, gets what came and then the error."""
+    async with http_rig(hangs_after("abc")) as rig:
+        client = rig.openai
+        texts: list[str] = []
+
+        async def read() -> None:
+            answer = await client.completions.create(model="tiny", prompt="x", stream=stream)
+            async for chunk in answer:
+                assert chunk.choices[0].finish_reason is None
+                texts.append(chunk.choices[0].text)
+
+        reading = asyncio.ensure_future(read())
+        await in_flight(rig.frontend, 1)
+        service = rig.frontend.service
+        assert isinstance(service, ScriptedService)
+        assert rig.frontend.in_flight.abort(service.submitted[0].request_id, "")
+        with pytest.raises(openai.APIError) as ended:
+            await reading
+    assert ended.value.code == "request_cancelled"
+    assert "".join(texts) == ("abc" if stream else "")
 
 
 async def test_a_reader_that_stops_reading_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
