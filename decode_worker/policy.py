@@ -30,13 +30,16 @@ class DecodePolicy:
 
     def fill(self, scheduler: Scheduler) -> None:
         self._admit(scheduler)
-        running = sorted(scheduler.running, key=_rank)
-        for sequence in running:
-            if sequence.phase is SequencePhase.RUNNING and sequence.is_decoding:
+        decoding: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in sorted(scheduler.running, key=_rank):
+            (decoding if sequence.is_decoding else prompts).append(sequence)
+        for sequence in decoding:
+            if sequence.phase is SequencePhase.RUNNING:  # not preempted for an older one
                 scheduler.decode(sequence)
         num_tokens = self.chunk_budget.chunk_tokens(scheduler.rate, scheduler.num_decoding)
-        for sequence in running:
-            if sequence.phase is SequencePhase.RUNNING and not sequence.is_decoding:
+        for sequence in prompts:
+            if sequence.phase is SequencePhase.RUNNING:
                 num_tokens -= scheduler.prefill(sequence, num_tokens)
 
     def prefill_tokens_per_s(self, scheduler: Scheduler) -> float:

@@ -164,15 +164,18 @@ class Scheduler:
         rows = {row.sequence_id: row for row in result.results}
         num_tokens = self.limits.max_num_batched_tokens - self._num_left
         self.rate.add(num_tokens - self._num_decoding, self._num_decoding, result.duration_s)
-        finished = [(s, s.num_scheduled, rows.get(s.sequence_id)) for s in self._in_step]
-        for sequence, num_scheduled, row in finished:
-            sequence.num_computed += num_scheduled
+        finished = []
+        for sequence in self._in_step:
+            row, start = rows.get(sequence.sequence_id), sequence.num_computed
+            sequence.num_computed += sequence.num_scheduled
             if row is not None and row.error is not None:
                 self.blocks.distrust(sequence)
             else:
-                self.blocks.register(sequence, sequence.num_computed - num_scheduled)
+                self.blocks.register(sequence, start)
+            if not sequence.is_ended:
+                finished.append((sequence, sequence.num_scheduled, row))
         self._end_step()
-        return [entry for entry in finished if not entry[0].is_ended]
+        return finished
 
     def fail_step(self) -> list[Sequence]:
         """Nothing of the step counts; its sequences that have not ended meanwhile."""
