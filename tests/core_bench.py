@@ -1,13 +1,15 @@
 """A worker's core with steps driven by hand. Checks every invariant after every event. What both roles' tests need."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.engine.contract.plan import StepPlan
+from common.values.errors import InvalidTransition
 from common.values.ids import AttemptId, RequestId, RouterId
 from common.values.messages import Cancel
 from common.worker.core import WorkerCore
-from common.worker.events import MessageReceived, RunStep, SendToRouter
+from common.worker.events import MessageReceived, RunStep, SendToRouter, StepFailed
 from tests.simkit.fake_engine import FakeRunner
 
 ROUTER = RouterId("router")
@@ -68,6 +70,46 @@ class CoreBench:
                 self.sent.append(effect.message)
         self.effects += effects
         return list(effects)
+
+
+def finish(bench: CoreBench) -> None:
+    """Of a table test: the running step ends."""
+    if bench.plan is None:
+        raise InvalidTransition("the harness has no step to finish")
+    bench.step()
+
+
+def fail(bench: CoreBench) -> None:
+    """Of a table test: the running step fails; one that is not running, if there is none."""
+    step_id = -1 if bench.plan is None else bench.plan.step_id
+    bench.plan = None
+    bench.handle(StepFailed(step_id, "x"))
+
+
+def table_rows(table: str) -> list[tuple[str, str, str]]:
+    """(event, state, outcome) of each cell: a line of states, then a line per event with its outcomes."""
+    lines = table.strip("\n").splitlines()
+    names = lines[0].split()
+    cells = [(line[:24].strip(), line[24:].split()) for line in lines[1:]]
+    return [(event, *cell) for event, outcomes in cells for cell in zip(names, outcomes, strict=True)]
+
+
+def phases_of(bench: CoreBench, name: str) -> str:
+    """The phases of the attempt's requests, ended ones first; "-" without any."""
+    requests = reversed(bench.core.role.state.requests.all)
+    return "+".join(str(request.phase) for request in requests if request.attempt_id == attempt(name)) or "-"
+
+
+def is_at_rest(bench: CoreBench) -> bool:
+    """No block is referenced, and nothing is waited for but the end of a drain."""
+    drain_s = bench.core.role.state.draining.next_s()
+    return bench.counts() == (0, 0) and bench.core.next_deadline_s() in (None, drain_s)
+
+
+def draw_action(rng: random.Random, weighted: Sequence[tuple[int, Callable[[], object]]]) -> None:
+    """Do one of them, by weight."""
+    weights, actions = zip(*weighted, strict=True)
+    rng.choices(actions, weights)[0]()
 
 
 def attempt(name: str, number: int = 0) -> AttemptId:

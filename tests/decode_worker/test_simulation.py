@@ -13,7 +13,7 @@ from common.values.ids import RouterId
 from common.values.messages import AttemptFailed, Granted, Refused
 from common.values.request import SamplingParams, Work
 from common.worker.events import Drained, DrainRequested, RouterLost, StepFailed
-from tests.core_bench import ROUTER, attempt, tokens
+from tests.core_bench import ROUTER, attempt, draw_action, tokens
 from tests.decode_worker.harness import Bench
 from tests.simkit.fake_engine import VOCAB_SIZE, expected_output
 
@@ -53,8 +53,7 @@ class Life:
             (1, self.lose_router),
             (1, lambda: self.bench.advance(self.rng.choice([0.1, 5.0, 31.0]))),
         ]
-        weights, actions = zip(*(work + faults if self.has_faults else work), strict=True)
-        self.rng.choices(actions, weights)[0]()
+        draw_action(self.rng, work + faults if self.has_faults else work)
 
     def reserve(self) -> None:
         rng, name = self.rng, f"r{len(self.works)}"

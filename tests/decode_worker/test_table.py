@@ -8,7 +8,7 @@ from common.engine.contract.plan import StepResult
 from common.values.errors import InvalidTransition
 from common.values.ids import TransferId
 from common.values.request import SampledToken
-from common.worker.events import DrainRequested, RouterLost, StepFailed, StepFinished
+from common.worker.events import DrainRequested, RouterLost, StepFinished
 from kvtransfer.events import (
     CancelAnnounced,
     ChunkAnnounced,
@@ -19,7 +19,7 @@ from kvtransfer.events import (
     PeerLost,
     PeerReady,
 )
-from tests.core_bench import ROUTER, attempt, tokens
+from tests.core_bench import ROUTER, attempt, fail, finish, is_at_rest, phases_of, table_rows, tokens
 from tests.decode_worker.harness import CHUNK, PREFILL, Bench, job
 
 WORK = job("a", tokens(40), max_tokens=8, choices=(0, 1), deadline_s=50.0)
@@ -70,21 +70,6 @@ def ending(bench: Bench) -> None:
 STATES: list[Callable[[Bench], None]] = [absent, reserved, local, waiting, decoding, preempted, ending]
 
 
-def step_id(bench: Bench) -> int:
-    return -1 if bench.plan is None else bench.plan.step_id
-
-
-def finish(bench: Bench) -> None:
-    if bench.plan is None:
-        raise InvalidTransition("the harness has no step to finish")
-    bench.step()
-
-
-def fail(bench: Bench) -> None:
-    number, bench.plan = step_id(bench), None
-    bench.handle(StepFailed(number, "x"))
-
-
 EVENTS: dict[str, Callable[[Bench], object]] = {
     "reserve": lambda bench: bench.reserve(WORK),
     "cancel": lambda bench: bench.cancel("a"),
@@ -124,23 +109,13 @@ drain                   -        reserved ready    ready    ready    ready     e
 """
 
 
-def rows() -> list[tuple[str, str, str]]:
-    lines = TABLE.strip("\n").splitlines()
-    names = lines[0].split()
-    cells = []
-    for line in lines[1:]:
-        event, outcomes = line[:24].strip(), line[24:].split()
-        cells += [(event, name, outcome) for name, outcome in zip(names, outcomes, strict=True)]
-    return cells
-
-
 def test_table_is_complete() -> None:
-    assert {(event, state) for event, state, _ in rows()} == {
+    assert {(event, state) for event, state, _ in table_rows(TABLE)} == {
         (event, state.__name__) for event in EVENTS for state in STATES
     }
 
 
-@pytest.mark.parametrize(("event", "state", "outcome"), rows())
+@pytest.mark.parametrize(("event", "state", "outcome"), table_rows(TABLE))
 def test_event_in_state(event: str, state: str, outcome: str) -> None:
     bench = Bench(num_blocks=7, budget=64, reservation_timeout_s=100.0)
     next(builder for builder in STATES if builder.__name__ == state)(bench)
@@ -149,8 +124,7 @@ def test_event_in_state(event: str, state: str, outcome: str) -> None:
             EVENTS[event](bench)
         return
     EVENTS[event](bench)
-    record = next((r for r in bench.role.state.requests.all if r.attempt_id == attempt("a")), None)
-    assert ("-" if record is None else str(record.phase)) == outcome
+    assert phases_of(bench, "a") == outcome
     settle(bench)
 
 
@@ -160,5 +134,4 @@ def settle(bench: Bench) -> None:
     bench.cancel("a")
     bench.finish_writing("a")
     bench.run_all()
-    assert bench.counts() == (0, 0)
-    assert bench.core.next_deadline_s() in (None, bench.role.state.draining.next_s())
+    assert is_at_rest(bench)

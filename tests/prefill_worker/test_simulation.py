@@ -46,7 +46,7 @@ from kvtransfer.events import (
 )
 from kvtransfer.sender.core import SenderCore
 from prefill_worker.core import PrefillCore
-from tests.core_bench import ROUTER, attempt, tokens
+from tests.core_bench import ROUTER, attempt, draw_action, tokens
 from tests.prefill_worker.harness import NUM_LAYERS
 from tests.simkit.fake_engine import FakeRunner, contents, expected_output
 
@@ -103,8 +103,7 @@ class Life:
             (1, self.lose_router),
             (1, lambda: self.advance(self.rng.choice([0.5, 5.0, 25.0]))),
         ]
-        weights, actions = zip(*(work + faults if self.has_faults else work), strict=True)
-        self.rng.choices(actions, weights)[0]()
+        draw_action(self.rng, work + faults if self.has_faults else work)
 
     def prefill(self) -> None:
         rng = self.rng

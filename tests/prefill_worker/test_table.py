@@ -6,9 +6,9 @@ import pytest
 
 from common.values.errors import InvalidTransition
 from common.values.ids import TransferId, WorkerRef
-from common.worker.events import DrainRequested, LayerComputed, RouterLost, StepFailed, StepFinished
+from common.worker.events import DrainRequested, LayerComputed, RouterLost
 from kvtransfer.events import CancelledByPeer, ChunkPacked, ChunkSent, PeerLost, PeerReady
-from tests.core_bench import ROUTER, attempt, tokens
+from tests.core_bench import ROUTER, attempt, fail, finish, is_at_rest, phases_of, table_rows, tokens
 from tests.prefill_worker.harness import DECODE, Bench, prompt
 
 TRY = 5
@@ -57,18 +57,6 @@ def step_id(bench: Bench) -> int:
     return -1 if bench.plan is None else bench.plan.step_id
 
 
-def finish(bench: Bench) -> None:
-    if bench.plan is None:
-        raise InvalidTransition("the harness has no step to finish")
-    plan, bench.plan = bench.plan, None
-    bench.handle(StepFinished(bench.runner.run(plan)))
-
-
-def fail(bench: Bench) -> None:
-    number, bench.plan = step_id(bench), None
-    bench.handle(StepFailed(number, "x"))
-
-
 EVENTS: dict[str, Callable[[Bench], object]] = {
     "same try": ask,
     "older try": lambda bench: ask(bench, TRY - 1),
@@ -114,23 +102,13 @@ drain                   -        waiting  running         computed  -           
 """
 
 
-def rows() -> list[tuple[str, str, str]]:
-    lines = TABLE.strip("\n").splitlines()
-    names = lines[0].split()
-    cells = []
-    for line in lines[1:]:
-        event, outcomes = line[:24].strip(), line[24:].split()
-        cells += [(event, name, outcome) for name, outcome in zip(names, outcomes, strict=True)]
-    return cells
-
-
 def test_table_is_complete() -> None:
-    assert {(event, state) for event, state, _ in rows()} == {
+    assert {(event, state) for event, state, _ in table_rows(TABLE)} == {
         (event, state.__name__) for event in EVENTS for state in STATES
     }
 
 
-@pytest.mark.parametrize(("event", "state", "outcome"), rows())
+@pytest.mark.parametrize(("event", "state", "outcome"), table_rows(TABLE))
 def test_event_in_state(event: str, state: str, outcome: str) -> None:
     bench = Bench(budget=64, max_num_seqs=1)
     next(builder for builder in STATES if builder.__name__ == state)(bench)
@@ -139,8 +117,7 @@ def test_event_in_state(event: str, state: str, outcome: str) -> None:
             EVENTS[event](bench)
         return
     EVENTS[event](bench)
-    phases = [str(r.phase) for r in reversed(bench.role.state.requests.all) if r.attempt_id == attempt("a")]
-    assert ("+".join(phases) or "-") == outcome
+    assert phases_of(bench, "a") == outcome
     settle(bench)
 
 
@@ -150,5 +127,4 @@ def settle(bench: Bench) -> None:
         bench.run_all()
         for transfer_id in list(bench.sender.active):
             bench.handle(CancelledByPeer(transfer_id, "over"))
-    assert bench.counts() == (0, 0)
-    assert bench.core.next_deadline_s() in (None, bench.role.state.draining.next_s())
+    assert is_at_rest(bench)
