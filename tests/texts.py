@@ -30,6 +30,7 @@ CORPUS = (
     "Здравствуй, мир! Ελληνικά العربية עברית हिन्दी ไทย",
     "<s>the</s> sea <pad>and</s>",
     "a</s>b <s> c<s>",
+    "use <tool> or<tool>that <unk> <tool>",
     "https://example.org/a_b-c?d=e&f=%20#g ... --- ___ ===",
     "CamelCaseWORDSandMore ALLCAPS mixedCASE ǅ ʰ",
     "x" * 40 + " " * 20 + "!" * 30,

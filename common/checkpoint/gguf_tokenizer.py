@@ -34,8 +34,8 @@ END_OF_GENERATION = frozenset(
     | {"<eos>", "<｜end▁of▁sentence｜>", "[e~[", "<|fim_pad|>"}
     | {"<|repo_name|>", "<|file_sep|>"}
 )
-# The same, but only where it is a control token: elsewhere it is a tag of HTML.
-CONTROL_END = "</s>"
+# The same, but where it is defined as text: a tag of HTML.
+CLOSING = "</s>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,18 @@ class GgufVocabulary:
         return self.tokens[self.special_ids[name]] if name in self.special_ids else None
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token never stands for text: by its type, or because it ends answers."""
-        return self.types[token_id] == CONTROL or self.tokens[token_id] in END_OF_GENERATION
+        """Whether the token never stands for text, by its type or because it ends answers."""
+        return self.types[token_id] in (CONTROL, UNKNOWN) or self._ends_answers(token_id)
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every token that ends an answer, the file's own first."""
         own = [self.special_ids[name] for name in ("eos", *ENDING_IDS) if name in self.special_ids]
-        named = [idx for idx, token in enumerate(self.tokens) if token in END_OF_GENERATION]
-        closing = [i for i, token in enumerate(self.tokens) if token == CONTROL_END and self.types[i] == CONTROL]
-        return tuple(dict.fromkeys([*own, *named, *closing]))
+        named = [token_id for token_id in range(len(self.tokens)) if self._ends_answers(token_id)]
+        return tuple(dict.fromkeys([*own, *named]))
+
+    def _ends_answers(self, token_id: int) -> bool:
+        token = self.tokens[token_id]
+        return token in END_OF_GENERATION or (token == CLOSING and self.types[token_id] != USER_DEFINED)
 
 
 def read_vocabulary(metadata: Metadata) -> GgufVocabulary:
