@@ -1,7 +1,9 @@
 """Writes the tiny model of `tests.tiny_model` as a GGUF file, the way llama.cpp's converter would."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -24,23 +26,61 @@ LAYER_NAMES = {
 TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def write_tiny_gguf(source: Path, target: Path, quant: gguf.GGMLQuantizationType | None = None, **fields: Any) -> Path:
-    """Convert a directory of `write_tiny_model`. `fields` are extra metadata (str or bool), dots written as `__`."""
+def write_tiny_gguf(
+    source: Path,
+    target: Path,
+    quant: gguf.GGMLQuantizationType | None = None,
+    *,
+    tensors_per_part: int = 0,
+    drop: tuple[str, ...] = (),
+    replaced: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] = MappingProxyType({}),
+    **fields: Any,
+) -> Path:
+    """Convert a directory of `write_tiny_model`. `fields` are extra metadata, dots written as `__`.
+
+    A tensor of `drop` is left out; one whose name holds a key of `replaced` has those bytes instead. With
+    `tensors_per_part` the model is split, and the first part is returned.
+    """
     config = json.loads((source / "config.json").read_text())
-    writer = gguf.GGUFWriter(target, config["model_type"])
+    writer = gguf.GGUFWriter(target, config["model_type"], split_max_tensors=tensors_per_part)
     _add_shape(writer, config)
     _add_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
     writer.add_chat_template((source / "chat_template.jinja").read_text())
     for name, value in fields.items():
-        key = name.replace("__", ".")
-        writer.add_bool(key, value) if isinstance(value, bool) else writer.add_string(key, value)
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        add.get(type(value), writer.add_string)(name.replace("__", "."), value)
+    if scaling := config.get("rope_scaling"):
+        writer.add_tensor("rope_freqs.weight", rope_divisors(config["rope_theta"], config["head_dim"], scaling))
     for name, tensor in load_file(source / "model.safetensors").items():
-        _add_tensor(writer, name, tensor, config, quant)
+        raw = next((value for part, value in replaced.items() if part in name), None)
+        if raw is not None:
+            writer.add_tensor(_gguf_name(name), raw[0], raw_dtype=raw[1])
+        elif name not in drop:
+            _add_tensor(writer, name, tensor, config, quant)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return target
+    parts = sorted(target.parent.glob(f"{target.stem}-00001-of-*.gguf"))
+    return parts[0] if tensors_per_part else target
+
+
+def rope_divisors(theta: float, head_dim: int, scaling: dict[str, Any]) -> np.ndarray:
+    """F32 [head_dim / 2], as `generate_extra_tensors` of Llama in llama.cpp's convert_hf_to_gguf.py."""
+    low, high, old = (
+        scaling[name] for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    divisors = []
+    for freq in 1.0 / (theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)):
+        wavelength = 2 * np.pi / freq
+        smooth = (old / wavelength - low) / (high - low)
+        if wavelength < old / high:
+            divisors.append(1.0)
+        elif wavelength > old / low:
+            divisors.append(scaling["factor"])
+        else:
+            divisors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return np.array(divisors, dtype=np.float32)
 
 
 def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -74,19 +114,23 @@ def _add_tensor(
     config: dict[str, Any],
     quant: gguf.GGMLQuantizationType | None,
 ) -> None:
-    stem, kind = name.rsplit(".", 1)
+    stem = name.rpartition(".")[0]
     num_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     if config["model_type"] == "llama" and stem.split(".")[-1] in num_heads:
         tensor = _permute(tensor, num_heads[stem.split(".")[-1]])
-    if stem.startswith("model.layers."):
-        _, _, layer, part = stem.split(".", 3)
-        gguf_name = f"blk.{layer}.{LAYER_NAMES[part]}.{kind}"
-    else:
-        gguf_name = f"{TOP_NAMES[stem]}.{kind}"
+    gguf_name = _gguf_name(name)
     if quant is None or tensor.ndim < 2:
         writer.add_tensor(gguf_name, tensor)
     else:
         writer.add_tensor(gguf_name, gguf.quants.quantize(tensor, quant), raw_dtype=quant)
+
+
+def _gguf_name(name: str) -> str:
+    stem, kind = name.rsplit(".", 1)
+    if not stem.startswith("model.layers."):
+        return f"{TOP_NAMES[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{LAYER_NAMES[part]}.{kind}"
 
 
 def _permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
