@@ -163,7 +163,7 @@ class RouterService:
         return Readiness(is_ready=False, reasons=missing or ("no prefill worker pairs with a decode worker",))
 
     def state(self) -> ClusterState:
-        workers = tuple(_view(worker) for worker in self._core.workers)
+        workers = tuple(_view(worker, self._clock()) for worker in self._core.workers)
         return ClusterState(workers, self._core.num_queued, len(self._core.request_ids) - self._core.num_queued)
 
     def recent(self) -> RecentView:
@@ -298,7 +298,7 @@ def _log_end(request_id: RequestId, event: Finished | Failed) -> None:
     )
 
 
-def _view(worker: Worker) -> WorkerView:
+def _view(worker: Worker, now_s: float) -> WorkerView:
     info, stats = worker.info, worker.stats
     fields = dict(info.fingerprint.fields)
     return WorkerView(
@@ -324,4 +324,5 @@ def _view(worker: Worker) -> WorkerView:
         max_num_seqs=info.max_num_seqs,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         step_s=stats.step_s,
+        silent_s=max(0.0, now_s - worker.heard_s),
     )

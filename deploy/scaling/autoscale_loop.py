@@ -1,7 +1,8 @@
 """Feeds the autoscaler what the routers see, and writes the sizes that it decides where the pool controller reads them.
 
 Any router knows the workers, whoever gave them their work, and what the other routers have queued: the first that
-answers is asked. No router or no Redis means that nothing is known: sizes stay as they are. No decisions here.
+answers is asked. No router, no Redis or a state that makes no sense mean that nothing is known: sizes stay as they
+are. No decisions here.
 """
 
 import asyncio
@@ -17,6 +18,8 @@ from deploy.client.admin import AdminClient, AdminFailed
 from deploy.scaling.autoscaler import Autoscaler, PoolLoad, WorkerLoad
 
 INTERVAL_S = 1.0
+# Workers report four times a second, however busy they are.
+MAX_SILENT_S = 5.0
 
 Report = Callable[[str, str], None]
 
@@ -29,6 +32,7 @@ class AutoscaleLoop:
         self._clients = list(clients)
         self._report = report
         self._problem = "nothing is known of the load yet"
+        self._blind: set[Role] = set()
 
     async def run(self, store: PoolStore) -> None:
         """Look once per interval, until cancelled."""
@@ -51,14 +55,24 @@ class AutoscaleLoop:
         if sizes is None:
             raise PdserveError("the pool sizes cannot be read from Redis")
         loads = {role: pool_load(state, role, sizes[role.value]) for role in Role}
+        self._say_blindness(loads)
         changes = [one for one in self._autoscaler.decide_both(loads, time.monotonic()).values() if one.is_change]
         for change in changes:
             self._report("autoscaler", f"{change.role.value} {change.size} -> {change.desired}: {change.reason}")
         if changes:  # at once: what leaves one pool may be what the other lacks
             await store.set_desired({change.role.value: change.desired for change in changes})
 
+    def _say_blindness(self, loads: Mapping[Role, PoolLoad]) -> None:
+        """Once when it begins and once when it ends."""
+        for role, load in loads.items():
+            if load.blindness and role not in self._blind:
+                self._report("autoscaler", f"{role.value} is held, {load.blindness}")
+            elif role in self._blind and not load.blindness:
+                self._report("autoscaler", f"{role.value}: all workers report again")
+        self._blind = {role for role, load in loads.items() if load.blindness}
+
     def _state(self) -> Mapping[str, Any]:
-        """As a router tells it; one that does not answer is asked last from then on. Raises AdminFailed."""
+        """As a router says; one that does not answer is asked last from then on. Raises AdminFailed."""
         problem = AdminFailed("no router is known")
         for _ in self._clients:
             try:
@@ -70,10 +84,17 @@ class AutoscaleLoop:
 
 
 def pool_load(state: Mapping[str, Any], role: Role, size: int) -> PoolLoad:
-    """A pool as `/admin/v1/state` shows it. Requests that wait in a router wait for a decode worker's grant."""
-    ready = [worker for worker in state["workers"] if worker["role"] == role.value and worker["state"] == "ready"]
-    num_queued = sum(int(router["num_queued"]) for router in state["routers"]) if role is Role.DECODE else 0
-    return PoolLoad(size, tuple(map(_worker_load, ready)), num_queued)
+    """A pool as `/admin/v1/state` shows it. Requests that wait in a router wait for a decode worker's grant.
+
+    A worker that was silent for too long does not report. Raises PdserveError for what no router says.
+    """
+    try:
+        ready = [worker for worker in state["workers"] if worker["role"] == role.value and worker["state"] == "ready"]
+        heard = [worker for worker in ready if 0 <= worker.get("silent_s", 0.0) <= MAX_SILENT_S]
+        num_queued = sum(int(router["num_queued"]) for router in state["routers"]) if role is Role.DECODE else 0
+        return PoolLoad(size, tuple(map(_worker_load, heard)), num_queued)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PdserveError(f"the router's state makes no sense: {type(error).__name__}: {error}") from error
 
 
 def _worker_load(worker: Mapping[str, Any]) -> WorkerLoad:

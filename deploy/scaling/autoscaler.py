@@ -1,6 +1,6 @@
 """Decides how many workers each pool should have, from how loaded its workers are. Pure: no IO.
 
-Load is told as a *need*: how many workers, as a fraction, would carry it with room to spare.
+Load is expressed as a *need*: how many workers, as a fraction, would carry it with room to spare.
 
     prefill   uncached tokens waiting / (speed of a worker x TTFT target)  +  busy workers / 0.8
     decode    the largest of  KV blocks in use / (0.8 x blocks of a worker),
@@ -13,6 +13,9 @@ when the need, with a quarter added, stayed below its size during the whole `sta
 rests for a cooldown. While workers that were asked for are not ready, nothing is added: their load is not taken off
 the others yet. Time is seconds, never a number of looks; a gap in the looks starts the windows anew.
 
+No data is not idle: while a worker of a pool does not report, or reports what cannot be, the pool needs at least what
+it has. It does not shrink and gives nothing, and says that it is blind.
+
 Where the total is limited and reached, a pool that must grow takes workers from the other if that could do without
 them on the mean of `shift_window_s`, with the same margin: they change their role. Both pools then rest.
 """
@@ -20,7 +23,7 @@ them on the mean of `shift_window_s`, with the same margin: they change their ro
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 
 from common.values.config import AutoscaleSettings
 from common.values.messages import Role
@@ -49,6 +52,12 @@ class WorkerLoad:
     tokens_per_s: float = 0.0
     step_s: float = 0.0
 
+    @property
+    def is_plausible(self) -> bool:
+        """False for numbers that no worker has."""
+        values = astuple(self)
+        return all(math.isfinite(value) and value >= 0 for value in values) and self.num_blocks_used <= self.num_blocks
+
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
@@ -57,6 +66,21 @@ class PoolLoad:
     size: int
     workers: tuple[WorkerLoad, ...]
     num_queued: int = 0
+
+    @property
+    def blindness(self) -> str:
+        """What is not known of the pool; empty = all of it is."""
+        if self.num_queued < 0:
+            return f"blind: {self.num_queued} requests queue"
+        if (num_known := len(self.plausible.workers)) < self.size:
+            return f"blind: {num_known} of {self.size} workers report"
+        return ""
+
+    @property
+    def plausible(self) -> "PoolLoad":
+        """Without the workers whose numbers cannot be."""
+        workers = tuple(worker for worker in self.workers if worker.is_plausible)
+        return replace(self, workers=workers, num_queued=max(0, self.num_queued))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +127,7 @@ class _Pool:
 
 
 class Autoscaler:
-    """Owns the history of both pools' need. Tell it every load, once a second or so."""
+    """Owns the history of both pools' need. Give it every load, once a second or so."""
 
     def __init__(self, settings: AutoscaleSettings) -> None:
         self._settings = settings
@@ -122,7 +146,10 @@ class Autoscaler:
 
     def _wanted(self, role: Role, load: PoolLoad, now_s: float) -> Decision:
         pool, settings = self._pools[role], self._settings
-        need = self._prefill_need(load.workers) if role is Role.PREFILL else self._decode_need(load)
+        known = load.plausible
+        need = self._prefill_need(known.workers) if role is Role.PREFILL else self._decode_need(known)
+        if load.blindness:
+            need = _Need(max(need.workers, float(load.size)), f"{load.blindness}; {need.cause}")
         pool.note(need, now_s, max(settings.stable_window_s, settings.up_window_s, settings.shift_window_s))
         desired, reason = self._desired(role, load, pool, now_s)
         return Decision(role, load.size, desired, round(need.workers, 3), reason)
@@ -138,6 +165,8 @@ class Autoscaler:
         """What the pool could give to the other, and the reason."""
         pool, settings = self._pools[role], self._settings
         needs = pool.over(settings.shift_window_s, now_s)
+        if load.blindness:
+            return Spare(0, load.blindness)
         if not needs:
             return Spare(0, f"it has not been watched for {settings.shift_window_s:g} s")
         need = _mean([need.workers for need in needs])
@@ -172,6 +201,8 @@ class Autoscaler:
         if most is not None and _ceil(most.workers * SHRINK_MARGIN) < load.size:
             return self._shrunk(load, pool, most, low, now_s)
         now = pool.needs[-1][1]
+        if load.blindness:
+            return load.size, f"held, {now.cause}"
         if _ceil(now.workers) > load.size:
             return load.size, f"more if it lasts for {self._settings.up_window_s:g} s: {now.cause}"
         return load.size, f"{load.size} fits: {now.cause}"
@@ -180,8 +211,8 @@ class Autoscaler:
         desired = min(_ceil(need.workers), high)
         if desired == load.size:
             return load.size, f"at the limit of {high} although more are needed: {need.cause}"
-        if len(load.workers) < load.size:
-            return load.size, f"waiting for {load.size - len(load.workers)} to get ready; then more: {need.cause}"
+        if (num_missing := load.size - len(load.plausible.workers)) > 0:
+            return load.size, f"waiting for {num_missing} to get ready; then more: {need.cause}"
         if (rest_s := self._settings.up_cooldown_s - pool.rested_s(now_s)) > 0:
             return load.size, f"growing in {rest_s:.0f} s: {need.cause}"
         return desired, f"for {self._settings.up_window_s:g} s at least: {need.cause}"

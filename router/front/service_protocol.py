@@ -47,6 +47,7 @@ class WorkerView:
     max_num_seqs: int = 0
     prefill_tokens_per_s: float = 0.0
     step_s: float = 0.0
+    silent_s: float = 0.0  # since it last said anything
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ import pytest
 
 from common.cluster.pools import PoolStore
 from common.values.config import AutoscaleSettings
+from common.values.errors import PdserveError
 from common.values.messages import Role
 from deploy.client.admin import AdminClient, AdminFailed
-from deploy.scaling.autoscale_loop import AutoscaleLoop, pool_load
+from deploy.scaling.autoscale_loop import MAX_SILENT_S, AutoscaleLoop, pool_load
 from deploy.scaling.autoscaler import WorkerLoad
 from tests.redis_box import RedisBox, binaries, redis_box
 from tests.waiting import until
@@ -119,3 +120,51 @@ def test_the_load_is_that_of_ready_workers_and_the_queues_of_all_routers_are_dec
     assert (load.size, load.num_queued) == (4, 7)
     assert load.workers == (WorkerLoad(2, 1, 0, 40, 100, 8, 0.0, 0.02),)
     assert pool_load(state, Role.PREFILL, 1).num_queued == 0
+
+
+def test_a_worker_that_was_silent_for_long_does_not_report() -> None:
+    workers = [worker("decode", silent_s=age_s) for age_s in (0.2, MAX_SILENT_S + 1, float("nan"), -1.0)]
+    load = pool_load({"workers": workers, "routers": []}, Role.DECODE, 4)
+    assert (len(load.workers), load.blindness) == (1, "blind: 1 of 4 workers report")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"workers": None, "routers": []},
+        {"workers": [{}], "routers": []},
+        {"workers": ["prefill"], "routers": []},
+        {"workers": [], "routers": [{"num_queued": "many"}]},
+        {"workers": [{"role": "decode", "state": "ready", "silent_s": "long"}], "routers": []},
+        {"workers": [{"role": "decode", "state": "ready"}], "routers": []},
+    ],
+)
+def test_a_state_that_makes_no_sense_is_an_error_of_its_own(state: dict[str, Any]) -> None:
+    with pytest.raises(PdserveError, match="the router's state makes no sense"):
+        pool_load(state, Role.DECODE, 1)
+
+
+async def test_a_pool_without_reports_is_held_and_said_to_be_blind_once(
+    box: RedisBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of nothing: a pool that is idle shrinks at the first look."""
+    settings = AutoscaleSettings(stable_window_s=0, down_cooldown_s=0)
+    monkeypatch.setattr("tests.deploy.scaling.test_autoscale_loop.SETTINGS", settings)
+    async with running(box, "blind", monkeypatch) as rig:
+        await rig.store.announce({"prefill": 2, "decode": 2}, {})
+
+        async def is_blind() -> bool:
+            return len(rig.reports) == 2
+
+        rig.client.answer = {"workers": [worker("prefill")], "routers": queued(0)}
+        await until(is_blind)
+        assert rig.reports == [
+            "autoscaler: prefill is held, blind: 1 of 2 workers report",
+            "autoscaler: decode is held, blind: 0 of 2 workers report",
+        ]
+        assert "held, blind: 0 of 2 workers report" in str(rig.loop.status()["decode"]["reason"])
+        assert await rig.store.get_desired() == {"prefill": 2, "decode": 2}
+        rig.client.answer = {"workers": [worker("prefill")] * 2 + [worker("decode")] * 2, "routers": queued(0)}
+        await rig.until_desired("decode", 1)
+        assert "autoscaler: decode: all workers report again" in rig.reports

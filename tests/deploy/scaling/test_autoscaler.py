@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
@@ -26,6 +27,56 @@ def watch(scaler: Autoscaler, role: Role, load: PoolLoad, start_s: float, durati
 def last(role: Role, load: PoolLoad, settings: AutoscaleSettings = SETTINGS) -> Decision:
     """What is decided as soon as the load has lasted for the window."""
     return watch(Autoscaler(settings), role, load, 0.0, settings.up_window_s)[-1]
+
+
+# ---- no data ----------------------------------------------------------------------------------------
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize(
+    "load",
+    [
+        PoolLoad(4, ()),
+        PoolLoad(4, (IDLE,)),
+        PoolLoad(4, (IDLE, IDLE, IDLE, replace(IDLE, num_running=-1))),
+        PoolLoad(4, (IDLE, IDLE, IDLE, replace(IDLE, num_blocks_used=101))),
+        PoolLoad(4, (IDLE, IDLE, IDLE, replace(IDLE, tokens_per_s=NAN))),
+        PoolLoad(4, (IDLE, IDLE, IDLE, replace(IDLE, step_s=float("inf")))),
+        PoolLoad(4, (IDLE,) * 4, num_queued=-3),
+    ],
+    ids=["none", "few", "negative", "impossible", "not a number", "infinite", "negative queue"],
+)
+def test_a_pool_that_is_not_seen_is_held_and_says_so(role: Role, load: PoolLoad) -> None:
+    """For many windows, and for one more after everything is seen again."""
+    scaler = Autoscaler(SETTINGS)
+    window_s = SETTINGS.stable_window_s
+    watched = watch(scaler, role, load, 0.0, 5 * window_s)
+    assert {decision.desired for decision in watched} == {4}
+    assert all(decision.reason.startswith("held, blind: ") for decision in watched)
+    seen = watch(scaler, role, PoolLoad(4, (IDLE,) * 4), 5 * window_s + 1, window_s + 2)
+    assert {decision.desired for decision in seen[: int(window_s)]} == {4}
+    assert min(decision.desired for decision in seen) == 1
+
+
+def test_a_pool_that_is_not_seen_gives_none_to_the_other() -> None:
+    settings = AutoscaleSettings(prefill_max=6, decode_max=6, total_max=8)
+    scaler = Autoscaler(settings)
+    busy = WorkerLoad(num_running=8, num_waiting=20, num_blocks=100, max_num_seqs=8)
+    loads = {PREFILL: PoolLoad(4, (IDLE,)), DECODE: PoolLoad(4, (busy,) * 4)}
+    decided = [scaler.decide_both(loads, float(second)) for second in range(int(settings.shift_window_s) + 60)]
+    assert {(each[PREFILL].desired, each[DECODE].desired) for each in decided} == {(4, 4)}
+    assert "blind: 1 of 4 workers report" in decided[-1][DECODE].reason
+
+
+def test_a_load_that_is_too_much_for_those_that_report_is_answered_when_the_others_are_back() -> None:
+    busy = WorkerLoad(num_running=8, num_waiting=20, num_blocks=100, max_num_seqs=8)
+    scaler = Autoscaler(SETTINGS)
+    blind = watch(scaler, DECODE, PoolLoad(2, (busy,)), 0.0, 60.0)
+    assert {decision.desired for decision in blind} == {2}
+    assert "waiting for 1 to get ready" in blind[-1].reason
+    assert watch(scaler, DECODE, PoolLoad(2, (busy, busy)), 61.0, 0.0)[-1].desired > 2
 
 
 # ---- need -------------------------------------------------------------------------------------------
