@@ -15,3 +15,10 @@ def is_wildcard(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
         return host == ""
+
+
+def dialable(host: str) -> str:
+    """The address at which this machine itself reaches who listens on `host`."""
+    if not is_wildcard(host):
+        return host
+    return "::1" if ":" in host else "127.0.0.1"

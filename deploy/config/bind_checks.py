@@ -5,6 +5,7 @@ to start with certificates that cannot be used.
 import ipaddress
 
 from common.tls.files import CertificateFiles
+from common.values.addresses import is_wildcard
 from common.values.config import ClusterConfig, TlsSettings
 from deploy.config.variables import InvalidSettings
 
@@ -21,6 +22,11 @@ def check_worker(config: ClusterConfig, role: str) -> None:
     """Raise InvalidSettings when anybody elsewhere could call the worker, or InvalidCertificate."""
     _check_certificates(config.tls.paths_of(role))
     settings = config.prefill_worker if role == "prefill" else config.decode_worker
+    if is_wildcard(settings.host):
+        raise InvalidSettings(
+            f"{role}_worker.host is {settings.host}: others are told this address and cannot connect to it. Give the "
+            "address of this machine that routers and workers reach"
+        )
     check_worker_host(settings.host, config.tls, insecure=config.insecure, name=f"{role}_worker.host")
 
 

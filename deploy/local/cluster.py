@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.cluster.pools import PoolStore
-from common.values.addresses import join_address
+from common.values.addresses import dialable, join_address
 from common.values.config import ClusterConfig
 from deploy.client.admin import AdminClient, AdminFailed
 from deploy.client.credentials import admin_key_of, with_admin_key
@@ -54,13 +54,15 @@ class LocalCluster:
     def http_urls(self) -> list[str]:
         """Of every router."""
         scheme = "https" if self.config.router.cert_file else "http"
-        return [f"{scheme}://{join_address(each.host, each.http_port)}" for each in router_settings(self.config)]
+        return [
+            f"{scheme}://{join_address(dialable(each.host), each.http_port)}" for each in router_settings(self.config)
+        ]
 
     @property
     def grpc_addresses(self) -> list[str]:
         """Of every router."""
         scheme = "https://" if self.config.router.cert_file else ""
-        return [f"{scheme}{join_address(each.host, each.grpc_port)}" for each in router_settings(self.config)]
+        return [f"{scheme}{join_address(dialable(each.host), each.grpc_port)}" for each in router_settings(self.config)]
 
     @property
     def http_url(self) -> str:

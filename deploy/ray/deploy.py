@@ -18,6 +18,7 @@ from deploy.client.credentials import admin_key_of
 from deploy.client.loading_watch import watch_loading
 from deploy.process.child import StartFailed
 from deploy.process.stopping import StopRequest, first_result, stop_request
+from deploy.ray.driver import own_manners
 from deploy.ray.placement import RAY_NAMESPACE, ClusterPlacement, Placement
 from deploy.ray.pools import RayPools, Report
 from deploy.scaling.autoscale_loop import AutoscaleLoop
@@ -44,7 +45,8 @@ def existing_ray(address: str) -> Iterator[None]:
     import ray
 
     try:
-        ray.init(address=address, namespace=RAY_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        with own_manners():
+            ray.init(address=address, namespace=RAY_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise StartFailed(f"no Ray cluster can be used at {address}: {first}") from error

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.values.messages import Role
-from deploy.ray.signals import signals_kept
+from deploy.ray.driver import own_manners
 
 # More than anybody scales to: on one machine it is memory that limits a pool, and Ray knows nothing of ours.
 _WORKERS_PER_ROLE = 1024
@@ -52,7 +52,7 @@ def local_ray(runtime_dir: Path) -> Iterator[None]:
     _prepare_environment(runtime_dir)
     import ray
 
-    with signals_kept():
+    with own_manners():
         ray.init(
             address="local",
             include_dashboard=False,

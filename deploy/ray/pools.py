@@ -5,6 +5,7 @@ would run calls meant for the dead one): the pool core replaces it with a new ac
 """
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -43,6 +44,8 @@ SILENCE_S = 20.0
 # An actor without a process by then is said to wait, and for what.
 PLACING_S = 20.0
 _MAX_REASON_CHARS = 400
+# What Ray knows of a dead process, before its guesses.
+_EXIT_DETAIL = re.compile(r"exit detail: (.*?)(?= Some common causes| For example|$)", re.IGNORECASE)
 _CREATION_FAILED = "error raised in its creation task"
 
 # (worker id, what happened to it, in words)
@@ -209,9 +212,15 @@ class RayPools:
             reason = reason_of(error)
         _kill(life.handle)
         del self._lives[life.worker_id]
-        self._report(life.worker_id, f"ended: {reason}" if reason else "ended")
+        self._report(life.worker_id, self._end_text(life.worker_id, reason))
         self._loop.post(WorkerEnded(life.worker_id, reason))
         self._note_change()
+
+    def _end_text(self, worker_id: str, reason: str) -> str:
+        if reason:
+            return f"ended: {reason}"
+        is_wanted = self._core.is_wanted(worker_id)
+        return "has drained and ended, as it was asked; its pool replaces it" if is_wanted else "ended"
 
     async def _change(self, life: _Life, change: ChangeRole) -> None:
         """A change of role, to its end, unless the process ends before: that is told by `_follow`."""
@@ -300,5 +309,6 @@ def reason_of(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and _CREATION_FAILED in lines[0]:
         return lines[-1][:_MAX_REASON_CHARS]  # of the traceback: what was raised
-    detail = next((line for line in lines if "exit type" in line.lower() or "exit detail" in line.lower()), "")
-    return (detail or (lines[0] if lines else type(error).__name__))[:_MAX_REASON_CHARS]
+    if detail := _EXIT_DETAIL.search(" ".join(lines)):
+        return f"its process died: {detail.group(1)}"[:_MAX_REASON_CHARS]
+    return (lines[0] if lines else type(error).__name__)[:_MAX_REASON_CHARS]

@@ -4,11 +4,14 @@ actors never loads torch. No decisions here.
 
 import importlib
 import json
+import signal
 import threading
 from typing import Any, Protocol, cast
 
-from common.telemetry.logs import configure_logs
+from common.telemetry.logs import configure_logs, get_logger
 
+# As long as pools.drain_grace_s is by default; the actor is not told what that is.
+SIGTERM_GRACE_S = 30.0
 WORKER_CLASS = "deploy.worker.roles:WorkerOfAnyRole"
 
 
@@ -43,6 +46,7 @@ class WorkerActor:
         self._changing = threading.Lock()
         self._description: dict[str, Any] | None = None
         self._identity = _identity_of(config_json)
+        signal.signal(signal.SIGTERM, self._on_sigterm)  # over Ray's, which ends the process
 
     def identity(self) -> dict[str, str]:
         """`role` and `worker_id`, at once: of what it serves, or is on its way to serve."""
@@ -81,6 +85,11 @@ class WorkerActor:
 
     def stop(self) -> None:
         self._worker.stop()
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        """Whoever sends it wants the worker gone, not its requests lost."""
+        get_logger().info("worker_drains_on_signal", **self._identity)
+        self._worker.drain(SIGTERM_GRACE_S)
 
 
 def _identity_of(config_json: str) -> dict[str, str]:

@@ -144,6 +144,10 @@ class PoolCore:
         refusals = (member.refusal for member in self._members.values() if member.refusal)
         return self._limits.change_problem or next(refusals, "")
 
+    def is_wanted(self, worker_id: str) -> bool:
+        """False for a worker that is on its way out, since its pool has too many or it was too slow."""
+        return self._members[worker_id].phase in STAYING
+
     def desired(self) -> dict[str, int]:
         return {role.value: pool.replicas for role, pool in self._pools.items()}
 

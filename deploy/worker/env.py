@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.values.config import ClusterConfig, WorkerSettings
 from common.values.messages import Role
+from deploy.worker.cpu_quota import cpu_quota
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 SHORT_LOOKUPS = "timeout:1 attempts:2"  # resolv.conf(5): seconds, tries
@@ -20,8 +21,10 @@ def num_threads_per_worker(config: ClusterConfig, num_cores: int) -> int:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Cores that this process may use: those of its affinity, or fewer where a container's quota is less."""
+    quota = cpu_quota()
+    cores = len(os.sched_getaffinity(0))
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def has_gpu() -> bool:

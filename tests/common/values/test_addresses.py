@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.values.addresses import is_wildcard, join_address
+from common.values.addresses import dialable, is_wildcard, join_address
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,7 @@ def test_an_ipv6_host_is_put_into_brackets_before_its_port(host: str, address: s
 )
 def test_an_address_that_nobody_can_dial_is_known(host: str, expected: bool) -> None:
     assert is_wildcard(host) is expected
+
+
+def test_the_machine_itself_reaches_a_wildcard_by_loopback() -> None:
+    assert [dialable(host) for host in ("0.0.0.0", "::", "10.0.0.1")] == ["127.0.0.1", "::1", "10.0.0.1"]

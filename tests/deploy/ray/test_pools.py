@@ -124,7 +124,23 @@ async def test_a_shift_of_the_mix_changes_a_role_and_starts_no_process(ray: None
         assert status["decode"]["change_problem"] == ""
 
 
-async def test_a_killed_actor_is_replaced_by_a_new_process_and_the_reason_is_told(ray: None, box: RedisBox) -> None:
+async def test_a_worker_that_gets_sigterm_drains_and_is_replaced_and_has_not_crashed(ray: None, box: RedisBox) -> None:
+    async with running(box, "sigterm", prefill=0, decode=1) as rig:
+        await rig.until_sizes(0, 1)
+        os.kill(rig.pids("decode-0")[0], signal.SIGTERM)
+
+        async def is_replaced() -> bool:
+            return len(rig.pids("decode-0")) == 2
+
+        await until(is_replaced, LIMIT_S)
+        assert ("decode-0", "has drained and ended, as it was asked; its pool replaces it") in rig.reports
+        assert rig.pools.status()[1].num_crashes == 0
+
+
+async def test_a_killed_actor_is_replaced_by_a_new_process_and_the_reason_is_told(
+    ray: None, box: RedisBox, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In one line: the text that Ray prints to whoever started it reaches nobody's terminal."""
     async with running(box, "killed", prefill=0, decode=1) as rig:
         await rig.until_sizes(0, 1)
         os.kill(rig.pids("decode-0")[0], signal.SIGKILL)
@@ -134,8 +150,9 @@ async def test_a_killed_actor_is_replaced_by_a_new_process_and_the_reason_is_tol
 
         await until(is_replaced, LIMIT_S)
         assert len(set(rig.pids("decode-0"))) == 2
-        assert any(what.startswith("ended: ") for _, what in rig.reports)
+        assert any(what.startswith("ended: its process died: ") for _, what in rig.reports)
         assert rig.pools.status()[1].num_crashes == 1
+    assert capfd.readouterr() == ("", "")
 
 
 async def test_a_frozen_actor_is_ended_and_replaced(ray: None, box: RedisBox, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""Keeps this process's signal handlers while Ray starts: SIGTERM and SIGINT are the command's business, not Ray's.
+"""Makes this process a driver of Ray that keeps its own signal handlers and its own output.
 
-Ray sets a handler in Python, which ends the process with a code of its own, and one in C++, which prints a stack trace
-and at times crashes. Both are made inside of `ray.init`, where a signal may come at any moment.
+Ray sets a handler of SIGTERM in Python, which ends the process with a code of its own, and one in C++, which prints a
+stack trace and at times crashes. Both are made inside of `ray.init`, where a signal may come at any moment. A thread of
+Ray's prints a long text on standard output whenever a worker dies; the pools say so in a line of their own.
 """
 
 import contextlib
@@ -14,21 +15,23 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def signals_kept() -> Iterator[None]:
+def own_manners() -> Iterator[None]:
     """Around `ray.init`, in the main thread."""
     import ray._private.utils
+    import ray._private.worker
     from ray import _raylet as untyped_raylet
 
     raylet: Any = untyped_raylet
     with (
         mock.patch.object(ray._private.utils, "set_sigterm_handler", _ignore),
+        mock.patch.object(ray._private.worker, "listen_error_messages", _ignore),
         mock.patch.object(raylet, "CoreWorker", _with_handlers_kept(raylet.CoreWorker)),
     ):
         yield
 
 
-def _ignore(handler: object) -> None:
-    """Ours stays."""
+def _ignore(*arguments: object) -> None:
+    """What Ray would do here is done by us, or not at all."""
 
 
 def _with_handlers_kept(make: Callable[..., Any]) -> Callable[..., Any]:
