@@ -6,7 +6,6 @@ each event to its table (`router/core/transitions.py`), and follows workers that
 
 from typing import Any, assert_never
 
-from common.cores.deadlines import earliest
 from common.values.ids import AttemptId, RequestId, WorkerRef
 from common.values.messages import Drain, TokenBatch, WorkerInfo, WorkerMessage, WorkerStats
 from router.core.events import (
@@ -82,7 +81,8 @@ class RouterCore:
         return self._take_effects()
 
     def next_deadline_s(self) -> float | None:
-        return earliest(self._requests.timers.next_s(), self._pool.next_deadline_s())
+        requests_s, pool_s = self._requests.timers.next_s(), self._pool.next_deadline_s()
+        return pool_s if requests_s is None or (pool_s is not None and pool_s < requests_s) else requests_s
 
     def check_invariants(self) -> None:
         self._pool.check_invariants()
@@ -206,5 +206,6 @@ class RouterCore:
                 self._hear_of_attempt(worker, attempt_id, event)
 
     def _take_effects(self) -> list[RouterEffect]:
-        place_waiting(self._requests)
+        if self._requests.waiting.is_awake:
+            place_waiting(self._requests)
         return self._requests.take_effects()

@@ -33,6 +33,8 @@ class RequestState(StrEnum):
 class AttemptPhase(StrEnum):
     """absent, for who speaks of it: it is not there, or not on that worker."""
 
+    __hash__ = str.__hash__  # looked up for every message; Enum's own is not C
+
     ABSENT = "absent"
     LOOKING_UP = "looking_up"
     QUEUED = "queued"
@@ -238,17 +240,19 @@ class Request:
 
     def take(self, attempt: RouterAttempt, tokens: Sequence[TokenEvent], now_s: float) -> list[TokenEvent]:
         """Take tokens of an attempt in; returns those that are new and in order. Choices that end leave the attempt."""
-        live = [token for token in tokens if token.choice_idx in attempt.choices]
-        fresh = [ready for token in live for ready in self.choices[token.choice_idx].accept(token)]
+        fresh = []
+        for token in tokens:
+            if token.choice_idx in attempt.choices:
+                fresh += self.choices[token.choice_idx].accept(token)
         if fresh:
             self.fingerprint = attempt.fingerprint
             if self.marks.first_token_s is None:
                 self.marks.first_token_s = now_s
-        self._drop_ended(attempt)
+            self._drop_ended(attempt)
         return fresh
 
     def is_stuck(self, attempt: RouterAttempt) -> bool:
-        return any(self.choices[idx].is_stuck for idx in attempt.choices)
+        return any([self.choices[idx].is_stuck for idx in attempt.choices])
 
     def stop_choice(self, choice_idx: int) -> RouterAttempt | None:
         """The front end has enough of a choice; the attempt that had it, None when it has ended already."""
@@ -272,7 +276,8 @@ class Request:
         assert self.attempts, f"{self.request_id} has ended and is still here"
 
     def _drop_ended(self, attempt: RouterAttempt) -> None:
-        attempt.choices = [idx for idx in attempt.choices if not self.choices[idx].has_ended]
+        if any([self.choices[idx].has_ended for idx in attempt.choices]):
+            attempt.choices = [idx for idx in attempt.choices if not self.choices[idx].has_ended]
 
     def _new_attempt(self, choices: list[int]) -> RouterAttempt:
         delivered = tuple(self.choices[choices[0]].token_ids)

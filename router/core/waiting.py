@@ -90,11 +90,10 @@ class Waiting:
         self.granted = AttemptQueue()
         self._placer = Placer(pool, limits.local_prefill_max_tokens, limits.balance_prefill_max_tokens)
         self._balance_max = limits.balance_prefill_max_tokens
-        self._is_awake = False
+        self.is_awake = False  # something has changed that may let an attempt go on
 
     def wake(self) -> None:
-        """Something has changed that may let an attempt go on."""
-        self._is_awake = True
+        self.is_awake = True
 
     def add(self, request: Request, attempt: RouterAttempt) -> None:
         (self.queued if attempt.phase is AttemptPhase.QUEUED else self.granted).add(request, attempt)
@@ -119,9 +118,7 @@ class Waiting:
 
         A request that lacks room holds back those behind it, unless it waits for a worker that it named.
         """
-        if not self._is_awake:
-            return
-        self._is_awake = False
+        self.is_awake = False
         for request, attempt in self.granted:
             yield self._prefill_step(request, attempt, now_s)
         is_blocked = False
