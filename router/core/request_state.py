@@ -23,15 +23,19 @@ MAX_KEPT_ATTEMPTS = 16
 
 
 class RequestState(StrEnum):
-    """absent: not here, or not any more. waiting: no decode worker has taken it yet."""
+    """absent: not here, or not any more. waiting: no decode worker has taken it yet. closing: every token is out."""
 
     ABSENT = "absent"
     WAITING = "waiting"
     RUNNING = "running"
+    CLOSING = "closing"
 
 
 class AttemptPhase(StrEnum):
-    """absent, for who speaks of it: it is not there, or not on that worker."""
+    """absent, for who speaks of it: it is not there, or not on that worker.
+
+    closing: every token is out, and the prefill worker has not said yet what it did: its message is on the way.
+    """
 
     __hash__ = str.__hash__  # looked up for every message; Enum's own is not C
 
@@ -43,6 +47,7 @@ class AttemptPhase(StrEnum):
     PREFILLING = "prefilling"
     LOCAL = "local"
     DECODING = "decoding"
+    CLOSING = "closing"
     ENDED = "ended"
 
 
@@ -119,6 +124,11 @@ class RouterAttempt:
         """Blocks that the attempt would newly take on a decode worker, as far as the index knows."""
         return len(self.token_ids) // block_size + 1 - self.promised(worker) // block_size
 
+    @property
+    def has_lost_a_try(self) -> bool:
+        """The try that brings the KV may then be an earlier one than the current."""
+        return self.prefill_lost_s > float("-inf")
+
     def is_on(self, worker: Worker, prefill_try: int | None) -> bool:
         """Whether a worker speaks of it; of its prefill worker's tries only the current one counts."""
         if worker.is_decode:
@@ -164,6 +174,8 @@ class Request:
 
     @property
     def state(self) -> RequestState:
+        if all(choice.has_ended for choice in self.choices):
+            return RequestState.CLOSING
         return RequestState.RUNNING if self.is_granted else RequestState.WAITING
 
     @property
@@ -179,9 +191,17 @@ class Request:
         return sum(len(choice.token_ids) for choice in self.choices)
 
     @property
+    def handoff_report(self) -> HandoffReport | None:
+        """What the decode worker said of the KV. An answer that ended with its first tokens needed none, whether it
+        came in time to be reported or not."""
+        report = self.marks.report
+        is_needed = report is not None and (report.is_local or any(len(c.token_ids) > 1 for c in self.choices))
+        return report if is_needed else None
+
+    @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens nobody had to compute, as the worker that made the first token reported."""
-        report, first = self.marks.report, self.marks.first_tokens
+        """Prompt tokens that no worker had to compute, as the worker that made the first token reported."""
+        report, first = self.handoff_report, self.marks.first_tokens
         if report is not None and report.is_local:
             num_cached = report.num_cached_tokens
         else:
@@ -216,6 +236,11 @@ class Request:
         """A worker starts on the prompt. Whatever was measured before led to no token."""
         if self.marks.first_token_s is None:
             self.marks = Marks(attempt.attempt_id.attempt, now_s)
+
+    def awaits_account(self, attempt: RouterAttempt) -> bool:
+        """Whether the prefill worker has yet to say what the first tokens took. After a loss it may never do so."""
+        is_measured = attempt.attempt_id.attempt == self.marks.attempt and not attempt.has_lost_a_try
+        return is_measured and self.marks.first_tokens is None
 
     def note_report(self, report: HandoffReport) -> None:
         if report.attempt_id.attempt == self.marks.attempt and self.marks.report is None:

@@ -23,6 +23,7 @@ from router.core.retry_budget import RetryBudget
 from router.core.router_limits import RouterLimits
 from router.core.timings import request_timings
 from router.core.waiting import Waiting
+from router.core.workers import Worker
 
 # Two losses of an attempt this close together are one death, seen from two sides.
 SAME_LOSS_S = 0.5
@@ -133,25 +134,27 @@ class Requests:
 
     # ---- shares of workers --------------------------------------------------------------------------
 
-    def release(self, ref: WorkerRef | None, attempt: RouterAttempt) -> bool:
-        """The worker has let go of the attempt; False when it had no share."""
-        worker = self.pool.get(ref)
-        if worker is None or attempt.attempt_id not in worker.shares:
-            return False
-        worker.release(attempt.attempt_id)
-        self.waiting.wake()
-        return True
+    def release(self, ref: WorkerRef | None, attempt: RouterAttempt) -> None:
+        """The worker has let go of the attempt, if it had it."""
+        if (worker := self.holder(ref, attempt)) is not None:
+            worker.release(attempt.attempt_id)
+            self.waiting.wake()
 
     def cancel(self, ref: WorkerRef | None, attempt: RouterAttempt) -> None:
         """The worker is to let go of the attempt, if it has it."""
-        if self.release(ref, attempt):
-            self.send(ref, Cancel(attempt.attempt_id))
+        if (worker := self.holder(ref, attempt)) is not None:
+            self.release(ref, attempt)
+            self.send(worker.ref, Cancel(attempt.attempt_id))
 
     def back_off(self, ref: WorkerRef | None, attempt: RouterAttempt) -> None:
         """It has no room, or failed: nothing more for it for a while. Call while it has the attempt."""
-        worker = self.pool.get(ref)
-        if worker is not None and attempt.attempt_id in worker.shares:
+        if (worker := self.holder(ref, attempt)) is not None:
             self.pool.refused(worker, attempt.attempt_id, self.now_s)
+
+    def holder(self, ref: WorkerRef | None, attempt: RouterAttempt) -> Worker | None:
+        """The worker, if it has the attempt."""
+        worker = self.pool.get(ref)
+        return worker if worker is not None and attempt.attempt_id in worker.shares else None
 
     # ---- losses -------------------------------------------------------------------------------------
 
@@ -187,12 +190,20 @@ class Requests:
     # ---- ends ---------------------------------------------------------------------------------------
 
     def close_if_done(self, request: Request, attempt: RouterAttempt) -> None:
-        """An attempt without choices ends; a request without attempts is finished."""
+        """An attempt without choices ends; a request without attempts is finished.
+
+        Before that, a prefill worker that still has a share is waited for: what it did belongs into the account.
+        """
         if attempt.choices or attempt.phase is AttemptPhase.ENDED:
+            return
+        if attempt.phase is AttemptPhase.DECODING and self.holder(attempt.prefill, attempt):
+            self.cancel(attempt.decode, attempt)
+            self.move(request, attempt, AttemptPhase.CLOSING)
+            self.timers.set(attempt.attempt_id, self.now_s + self.limits.account_wait_s)
             return
         self.end_attempt(request, attempt, "finished")
         if not request.attempts:
-            self._end(request, self._finished(request))
+            self.finish(request)
 
     def end_attempt(self, request: Request, attempt: RouterAttempt, reason: str) -> None:
         self.cancel(attempt.prefill, attempt)
@@ -200,6 +211,10 @@ class Requests:
         self.move(request, attempt, AttemptPhase.ENDED)
         request.end_attempt(attempt, reason)
         self.waiting.wake()
+
+    def finish(self, request: Request) -> None:
+        """Every token is out: answer with what is known."""
+        self._end(request, self._finished(request))
 
     def fail(self, request: Request, error: PdserveError) -> None:
         """Give up: cancel everywhere, answer and forget."""
@@ -240,8 +255,13 @@ class Requests:
             assert subject is not None, f"timer without a subject: {key}"
 
     def _check_shares(self, attempts: Sequence[RouterAttempt]) -> None:
-        """An attempt has a share on its decode worker, and on its prefill worker while that works, and no other."""
-        decode = {(a.decode, a.attempt_id) for a in attempts if a.decode is not None}
-        prefill = {(a.prefill, a.attempt_id) for a in attempts if a.phase is AttemptPhase.PREFILLING}
+        """An attempt has a share on its decode worker, and on its prefill worker while that works, and no other.
+
+        The prefill worker's stays until it has said what it did: for that a closing attempt waits.
+        """
+        decode = {(a.decode, a.attempt_id) for a in attempts if a.decode and a.phase is not AttemptPhase.CLOSING}
+        working = (AttemptPhase.PREFILLING, AttemptPhase.CLOSING)
+        prefill = {(a.prefill, a.attempt_id) for a in attempts if a.phase in working}
+        awaited = {(a.prefill, a.attempt_id) for a in attempts if a.phase is AttemptPhase.DECODING}
         held = {(worker.ref, attempt_id) for worker in self.pool for attempt_id in worker.shares}
-        assert held == decode | prefill
+        assert decode | prefill <= held <= decode | prefill | awaited

@@ -18,6 +18,8 @@ class RouterLimits:
     pair_grace_s: float = 3.0
     # The index answers within 50 ms or not at all; later the request goes on without.
     lookup_timeout_s: float = 0.2
+    # All tokens are out, but the prefill worker's message about the first ones is not here yet: it is on its way.
+    account_wait_s: float = 0.5
     # One death hits every request of a worker at once, so the burst is large; what follows is slow.
     retry_burst: float = 512.0
     retries_per_s: float = 20.0

@@ -12,7 +12,7 @@ from router.core.request_state import Request
 
 def request_timings(request: Request, now_s: float) -> RequestTimings:
     """The waterfall of a request that ends at `now_s`."""
-    marks, report, first = request.marks, request.marks.report, request.marks.first_tokens
+    marks, report, first = request.marks, request.handoff_report, request.marks.first_tokens
     is_local = report is not None and report.is_local
     dispatched_s = now_s if marks.dispatched_s is None else marks.dispatched_s
     rest = _Rest(now_s - request.arrived_s)
@@ -57,7 +57,7 @@ def _prefill_chunks(request: Request, offset_s: float) -> tuple[tuple[float, flo
 
 def _kv_ticks(request: Request, end_s: float) -> tuple[tuple[float, int, int, int], ...]:
     """KV chunks on the request's own time line: the decode worker counts back from when it had everything."""
-    report = request.marks.report
+    report = request.handoff_report
     if report is None:
         return ()
     return tuple(

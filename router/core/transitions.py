@@ -108,6 +108,11 @@ def time_out(requests: Requests, request: Request, _: RequestTimedOut) -> None:
     requests.fail(request, DeadlineExceeded(f"not finished within {request.spec.deadline_s:g} s"))
 
 
+def finish(requests: Requests, request: Request, _: EndRequested | RequestTimedOut) -> None:
+    """Nothing is missing but the account of the first tokens."""
+    requests.finish(request)
+
+
 # ---- what the router finds by itself --------------------------------------------------------------------
 
 
@@ -131,6 +136,12 @@ def no_pair(requests: Requests, request: Request, attempt: RouterAttempt, _: Att
     if not requests.waiting.has_pair(request, attempt):
         message = "no ready prefill and decode worker that can pair"
         requests.fail(request, NoReadyPair(message, retry_after_s=requests.limits.pair_grace_s))
+
+
+def close(requests: Requests, request: Request, attempt: RouterAttempt, _: AttemptTimedOut) -> None:
+    """The prefill worker does not say what it did."""
+    requests.cancel(attempt.prefill, attempt)
+    requests.close_if_done(request, attempt)
 
 
 def place_waiting(requests: Requests) -> None:
@@ -230,6 +241,12 @@ def report(requests: Requests, on: Placed, message: HandoffReport) -> None:
     _take_over(requests, on.request, on.attempt)
 
 
+def late_report(_: Requests, on: Placed, message: HandoffReport) -> None:
+    """Tokens were faster. A repeat counts for nothing."""
+    on.request.note_report(message)
+    on.worker.tokens_computed(on.attempt.attempt_id)
+
+
 def decode_first(requests: Requests, on: Placed, message: AttemptTokens) -> None:
     _take_over(requests, on.request, on.attempt)
     decode(requests, on, message)
@@ -268,9 +285,10 @@ def decode_lost(requests: Requests, on: Placed, event: WorkerLost) -> None:
 
 def _take_over(requests: Requests, request: Request, attempt: RouterAttempt) -> None:
     """All KV is in the decode worker, whoever brought it."""
-    if attempt.prefill_try > 0:  # the try that succeeded may be an earlier one: then the current one is in vain
+    if attempt.has_lost_a_try:  # the one that succeeded may be lost: then the current one is in vain
         requests.cancel(attempt.prefill, attempt)
-    requests.release(attempt.prefill, attempt)
+    elif not request.awaits_account(attempt):
+        requests.release(attempt.prefill, attempt)
     requests.move(request, attempt, AttemptPhase.DECODING)
 
 
@@ -286,6 +304,18 @@ def first_tokens(requests: Requests, on: Placed, message: FirstTokens) -> None:
     on.request.note_first_tokens(message)
     requests.take_tokens(on.request, on.attempt, message.tokens)
     requests.close_if_done(on.request, on.attempt)  # the first may be the last: then KV is needed no more
+
+
+def late_first_tokens(requests: Requests, on: Placed, message: FirstTokens) -> None:
+    """The decode worker was faster. Whatever comes first, the account is the same."""
+    requests.release(on.worker.ref, on.attempt)
+    first_tokens(requests, on, message)
+
+
+def let_go(requests: Requests, on: Placed, _: Refused | AttemptFailed | WorkerLost) -> None:
+    """The decode worker has taken over: nothing is lost but the prefill worker's account, if that."""
+    requests.release(on.worker.ref, on.attempt)
+    requests.close_if_done(on.request, on.attempt)
 
 
 def prefill_refused(requests: Requests, on: Placed, message: Refused) -> None:
@@ -323,31 +353,31 @@ def _check_hit(requests: Requests, attempt: RouterAttempt, worker: Worker, num_c
 _Table = tuple[tuple[StrEnum, ...], Mapping[type, tuple[Callable[..., None] | None, ...]]]  # None: cannot happen
 
 # fmt: off
-_REQUEST: _Table = (RequestState.ABSENT, RequestState.WAITING, RequestState.RUNNING), {
-    RequestSubmitted: (admit,  None,        None),
-    EndRequested:     (ignore, end,         end),
-    ChoiceStopped:    (ignore, stop_choice, stop_choice),
-    RequestTimedOut:  (ignore, time_out,    time_out),
+_REQUEST: _Table = (RequestState.ABSENT, RequestState.WAITING, RequestState.RUNNING, RequestState.CLOSING), {
+    RequestSubmitted: (admit,  None,        None,        None),
+    EndRequested:     (ignore, end,         end,         finish),
+    ChoiceStopped:    (ignore, stop_choice, stop_choice, ignore),
+    RequestTimedOut:  (ignore, time_out,    time_out,    finish),
 }
-_ABSENT, _LOOKING_UP, _QUEUED, _RESERVING, _GRANTED, _PREFILLING, _LOCAL, _DECODING, _ = AttemptPhase
-_OWN: _Table = (_ABSENT, _LOOKING_UP, _QUEUED, _RESERVING, _GRANTED, _PREFILLING, _LOCAL, _DECODING), {
-    PrefixFound:      (ignore, found,       ignore,  ignore,     ignore,   ignore,      ignore, ignore),
-    AttemptTimedOut:  (ignore, go_without,  no_pair, None,       no_pair,  None,        None,   None),
+_ABSENT, _LOOKING_UP, _QUEUED, _RESERVING, _GRANTED, _PREFILLING, _LOCAL, _DECODING, _CLOSING, _ = AttemptPhase
+_OWN: _Table = (_ABSENT, _LOOKING_UP, _QUEUED, _RESERVING, _GRANTED, _PREFILLING, _LOCAL, _DECODING, _CLOSING), {
+    PrefixFound:      (ignore, found,      ignore,  ignore,    ignore,  ignore,     ignore, ignore,   ignore),
+    AttemptTimedOut:  (ignore, go_without, no_pair, None,      no_pair, None,       None,   None,     close),
 }
-_DECODE: _Table = (_ABSENT, _RESERVING, _GRANTED, _PREFILLING, _LOCAL, _DECODING), {
-    Granted:          (give_back, grant,          ignore,        ignore,          ignore,        ignore),
-    Refused:          (ignore,    decode_refused, ignore,        ignore,          ignore,        ignore),
-    HandoffReport:    (ignore,    ignore,         report,        report,          report,        ignore),
-    AttemptTokens:    (ignore,    ignore,         decode_first,  decode_first,    decode_first,  decode),
-    TransferFailed:   (give_back, ignore,         ignore,        transfer_failed, ignore,        ignore),
-    AttemptFailed:    (ignore,    decode_failed,  decode_failed, decode_failed,   decode_failed, decode_failed),
-    WorkerLost:       (ignore,    decode_lost,    decode_lost,   decode_lost,     decode_lost,   decode_lost),
+_DECODE: _Table = (_ABSENT, _RESERVING, _GRANTED, _PREFILLING, _LOCAL, _DECODING, _CLOSING), {
+    Granted:          (give_back, grant,          ignore,        ignore,          ignore,        ignore,        ignore),
+    Refused:          (ignore,    decode_refused, ignore,        ignore,          ignore,        ignore,        ignore),
+    HandoffReport:    (ignore,    ignore,         report,        report,          report,        late_report,   ignore),
+    AttemptTokens:    (ignore,    ignore,         decode_first,  decode_first,    decode_first,  decode,        ignore),
+    TransferFailed:   (give_back, ignore,         ignore,        transfer_failed, ignore,        ignore,        ignore),
+    AttemptFailed:    (ignore,    decode_failed,  decode_failed, decode_failed,   decode_failed, decode_failed, ignore),
+    WorkerLost:       (ignore,    decode_lost,    decode_lost,   decode_lost,     decode_lost,   decode_lost,   ignore),
 }
-_PREFILL: _Table = (_ABSENT, _PREFILLING, _DECODING), {
-    FirstTokens:      (ignore, first_tokens,    first_tokens),
-    Refused:          (ignore, prefill_refused, ignore),
-    AttemptFailed:    (ignore, prefill_failed,  ignore),
-    WorkerLost:       (ignore, prefill_lost,    ignore),
+_PREFILL: _Table = (_ABSENT, _PREFILLING, _DECODING, _CLOSING), {
+    FirstTokens:      (ignore, first_tokens,    late_first_tokens, late_first_tokens),
+    Refused:          (ignore, prefill_refused, let_go,            let_go),
+    AttemptFailed:    (ignore, prefill_failed,  let_go,            let_go),
+    WorkerLost:       (ignore, prefill_lost,    let_go,            let_go),
 }
 # fmt: on
 

@@ -27,7 +27,7 @@ from router.core.events import (
     WorkerMessageReceived,
     WorkersListed,
 )
-from router.core.generation import Failed, Finished, GenerationEvent
+from router.core.generation import Accepted, Failed, Finished, GenerationEvent
 from router.core.router_limits import RouterLimits
 from tests.simkit.nodes import Node, SimWorker
 from tests.simkit.sessions import Sessions, Stream, Wire
@@ -67,6 +67,7 @@ class Answer:
     """What a client has received."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    accepted: Accepted | None = None
     end: Finished | Failed | None = None
     ended_s: float = 0.0
 
@@ -282,6 +283,8 @@ class SimCluster:
         answer = self.answers[request_id]
         assert answer.end is None, f"{request_id}: {event} after {answer.end}"
         self.note(f"deliver {request_id} {type(event).__name__}")
+        if isinstance(event, Accepted):
+            answer.accepted = event
         if isinstance(event, Finished | Failed):
             answer.end, answer.ended_s = event, self.time.now_s
             return

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from common.values.messages import Role
+from tests.simkit.layered_engine import NUM_LAYERS
 from tests.simkit.small_process import BLOCK_SIZE
 
 if TYPE_CHECKING:
@@ -37,11 +38,11 @@ def _touched(world: "ClusterWorld", name: str) -> Iterable[tuple[str, tuple[int,
 
 def check_quiet(world: "ClusterWorld") -> None:
     """The request was answered, in full unless its client left; every block is free again."""
-    from tests.simkit.cluster_world import EXPECTED
-
     assert world.end, "the request was never answered"
     if world.budget.get("leave") != 0:
-        assert (world.end, world.output) == ("Finished", EXPECTED)
+        assert (world.end, world.output) == ("Finished", world.expected)
+    if not world.budget:
+        assert world.account == _account(world), f"the account depends on what came first: {world.account}"
     assert world.router.request_ids == ()
     assert not world.net.writing
     assert not world.net.staged, f"staging buffers leaked: {world.net.staged}"
@@ -49,6 +50,18 @@ def check_quiet(world: "ClusterWorld") -> None:
         stats = process.pool.stats()
         assert (stats.used, stats.held) == (0, 0), f"{name} leaks: {stats}"
         assert process.core.next_deadline_s() is None, f"{name} still waits for something"
+
+
+def _account(world: "ClusterWorld") -> tuple[object, ...]:
+    """Cached tokens, prefilled tokens, chunks and bytes of KV, whatever overtook what.
+
+    An answer of one token needs no KV, and books none.
+    """
+    from tests.simkit.cluster_world import PROMPT
+
+    num_chunks = -(-len(PROMPT) // world.chunk_tokens) if len(world.expected) > 1 else 0
+    num_rows = len(PROMPT) if num_chunks else 0
+    return 0, len(PROMPT), num_chunks * NUM_LAYERS, num_rows * NUM_LAYERS
 
 
 def identity_facts(world: "ClusterWorld") -> object:

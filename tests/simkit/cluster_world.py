@@ -8,6 +8,7 @@ Time stands still while anything can happen.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from common.values.errors import RequestCancelled
@@ -38,7 +39,6 @@ from tests.simkit.streams import Streams
 ROUTER = RouterId("router")
 PROMPT, PARAMS = (3, 5), SamplingParams(max_tokens=2, seed=1)
 REQUEST = GenerationRequest(RequestId("r"), PROMPT, PARAMS, deadline_s=1e6)
-EXPECTED = expected_output(PROMPT, PARAMS, 0)
 FOREVER_S = 1e9
 
 
@@ -49,9 +49,18 @@ class ClusterWorld:
     """
 
     def __init__(
-        self, faults: dict[str, int] | None = None, *, num_prefill: int = 1, num_decode: int = 1, chunk_tokens: int = 1
+        self,
+        faults: dict[str, int] | None = None,
+        *,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        chunk_tokens: int = 1,
+        max_tokens: int = 2,
     ) -> None:
         self.chunk_tokens = chunk_tokens
+        params = replace(PARAMS, max_tokens=max_tokens)
+        self.expected = expected_output(PROMPT, params, 0)
+        self.account: tuple[object, ...] = ()
         self.budget = dict(faults or {})
         self.now_s = 1.0
         self.router = RouterCore(RouterLimits(worker_silence_s=FOREVER_S, num_kept_requests=0))
@@ -65,7 +74,7 @@ class ClusterWorld:
         for process in self.processes.values():
             self.streams.open(process.name)
             self.to_router(WorkerConnected(process.info, ""))
-        self.to_router(RequestSubmitted(REQUEST))
+        self.to_router(RequestSubmitted(replace(REQUEST, sampling=params)))
 
     # ---- what may happen ----------------------------------------------------------------------------
 
@@ -202,9 +211,12 @@ class ClusterWorld:
                 for token in tokens:
                     assert token.position == len(self.output), f"position {token.position} after {self.output}"
                     self.output.append(token.token.token_id)
-                assert self.output == EXPECTED[: len(self.output)], f"{self.output} instead of {EXPECTED}"
-            case Finished() | Failed():
-                self.end = type(event).__name__
+                assert self.output == self.expected[: len(self.output)], f"{self.output} instead of {self.expected}"
+            case Finished(num_cached_tokens=num_cached, timings=timings):
+                num_prefilled = sum(num_tokens for _, _, num_tokens in timings.prefill_chunks)
+                self.end, self.account = "Finished", (num_cached, num_prefilled, timings.kv_chunks, timings.kv_bytes)
+            case Failed():
+                self.end = "Failed"
 
     def read_chunk(self, name: str, effect: SendChunk) -> Payload:
         return read_chunk(self.processes[name].engine, effect.chunk, effect.block_table)
@@ -222,5 +234,5 @@ class ClusterWorld:
 
     def key_parts(self) -> object:
         requests = self.router._requests
-        state = [self.budget, self.now_s, self.processes, self.net, self.streams, self.output, self.end]
+        state = [self.budget, self.now_s, self.processes, self.net, self.streams, self.output, self.end, self.account]
         return state, self.router._pool, requests.live, requests.timers, cluster_checks.identity_facts(self)

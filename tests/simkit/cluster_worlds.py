@@ -23,6 +23,7 @@ _ONE_CHUNK = {"chunk_tokens": 2}
 
 WORLDS = {
     "no fault": Setting(),
+    "the first token is the last": Setting({}, {"max_tokens": 1, **_ONE_CHUNK}),
     "a session breaks": Setting({"break": 1}, _ONE_CHUNK),
     "the client leaves": Setting({"leave": 1}, _ONE_CHUNK),
     "the prefill worker dies": Setting({"crash_prefill": 1}, _ONE_CHUNK, max_states=2500),
@@ -33,6 +34,7 @@ WORLDS = {
 
 # For `make explore`.
 DEEP_WORLDS = {
+    "two chunks, the first token is the last": Setting({}, {"max_tokens": 1}),
     "two chunks, a session breaks": Setting({"break": 1}),
     "two chunks, the client leaves": Setting({"leave": 1}),
     "the prefill worker dies": Setting({"crash_prefill": 1}, _ONE_CHUNK),

@@ -124,6 +124,13 @@ MUTANTS = (
         ("tests/router/core/test_transitions.py::test_what_a_prefill_worker_says_in_every_phase",),
     ),
     Mutant(
+        "the account depends on the race: a prefill worker's late message is not waited for",
+        "router.core.request_state:Request.awaits_account",
+        "is_measured and self.marks.first_tokens is None",
+        "False",
+        ("cluster: the first token is the last",),
+    ),
+    Mutant(
         "a replay draws with another seed",
         "router.core.request_state:Request.work",
         "sampling=self.spec.sampling,",

@@ -99,7 +99,17 @@ class Scenario:
                 continue
             if isinstance(answer.end, Finished):
                 assert len(answer.tokens) == self.requests[key].num_choices
+                self._check_account(key, answer)
             assert self.faults.done or isinstance(answer.end, Finished), f"{key} failed without any fault: {answer.end}"
+
+    def _check_account(self, key: RequestId, answer: Answer) -> None:
+        """Without faults every prompt token was cached or computed in a step that is told of, whatever came first."""
+        end, accepted = answer.end, answer.accepted
+        if self.faults.done or not isinstance(end, Finished) or accepted is None:
+            return
+        if accepted.prefill_worker_id != accepted.decode_worker_id:
+            num_prefilled = sum(num_tokens for _, _, num_tokens in end.timings.prefill_chunks)
+            assert num_prefilled + end.num_cached_tokens == end.num_prompt_tokens, f"{key}: {end} does not add up"
 
     def _check_tokens(self, key: RequestId, answer: Answer) -> None:
         """What was delivered is what one process would have given; all of it when the answer is a success."""

@@ -40,8 +40,8 @@ def test_full_queue_refuses_at_once_with_a_retry_hint_and_admitted_work_goes_on(
         for message in driver.take():
             if isinstance(message, Reserve):
                 attempt_id = message.work.attempt_id
-                driver.say("d0", Granted(attempt_id, 0, is_local=False))
-                driver.report("d0", attempt_id)
+                driver.say("d0", Granted(attempt_id, 0, is_local=True))
+                driver.report("d0", attempt_id, is_local=True)
                 driver.tokens("d0", attempt_id, token(0), token(1, finish=FinishReason.LENGTH))
     assert all(driver.token_ids(f"r{idx}") == [100, 101] for idx in range(64))
     driver.assert_nothing_left()
@@ -127,7 +127,7 @@ def test_deadline_cancels_on_every_worker_and_answers_504(phase: str) -> None:
     driver.advance(0.02)
     assert isinstance(driver.error(), DeadlineExceeded)
     assert driver.take("d0") == [Cancel(attempt_id)]
-    assert driver.take("p0") == ([Cancel(attempt_id)] if phase == "prefilling" else [])
+    assert driver.take("p0") == ([] if phase == "reserving" else [Cancel(attempt_id)])
     driver.assert_nothing_left()
 
 

@@ -6,9 +6,10 @@ from dataclasses import astuple
 
 import pytest
 
+from common.values.messages import Cancel
 from common.values.request import FinishReason, KvChunkTiming
 from router.core.events import NoteHandoff, WorkerLost
-from router.core.generation import RequestTimings
+from router.core.generation import Finished, RequestTimings
 from router.core.router_limits import RouterLimits
 from tests.router.core.kit import Driver, ref, request, token
 
@@ -86,6 +87,53 @@ def test_the_first_token_never_comes_before_the_end_of_a_local_prefill() -> None
     timings = driver.finished().timings
     assert timings.route_s + timings.prefill_s == pytest.approx(timings.time_to_first_token_s)
     assert parts(timings) == pytest.approx((0.1, 0.0, 0.3, 0.0, 0.01, 0.49))
+
+
+def one_token_answer(messages: tuple[str, ...]) -> Finished:
+    """The first token is the last; what the workers say of it comes in some order."""
+    driver = Driver("p0", "d0")
+    driver.submit(request(max_tokens=1))
+    driver.advance(0.1)
+    attempt_id = driver.grant("d0")
+    driver.advance(1.0)
+    last = token(0, finish=FinishReason.LENGTH)
+    for message in messages:
+        if message == "first tokens":
+            driver.first_tokens("p0", last, num_cached=16, queue_s=0.2, prefill_s=0.6)
+        elif message == "report":
+            driver.report("d0", attempt_id)
+        else:
+            driver.tokens("d0", attempt_id, last)
+    driver.assert_nothing_left()
+    return driver.finished()
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_the_account_is_the_same_whatever_comes_first(place: int) -> None:
+    """A decode worker that is faster than the prefill worker's own message changes no usage and no time."""
+    messages = ["report", "tokens"]
+    messages.insert(place, "first tokens")
+    finished = one_token_answer(tuple(messages))
+    assert finished == one_token_answer(("first tokens",))
+    assert finished.num_cached_tokens == 16
+    assert parts(finished.timings) == pytest.approx((0.1, 0.2, 0.6, 0.0, 0.0, 0.2))
+    assert finished.timings.prefill_chunks == (pytest.approx((0.3, 0.9, 48)),)
+
+
+def test_an_account_that_does_not_come_is_not_waited_for_long() -> None:
+    """Every token is out at once; the end of the answer follows within the limit."""
+    driver = Driver("p0", "d0")
+    driver.submit(request(max_tokens=1))
+    attempt_id = driver.grant("d0")
+    driver.report("d0", attempt_id)
+    driver.tokens("d0", attempt_id, token(0, finish=FinishReason.LENGTH))
+    assert driver.token_ids() == [100]
+    assert not driver.has_ended()
+    driver.take()
+    driver.advance(RouterLimits().account_wait_s)
+    assert driver.finished().num_completion_tokens == 1
+    assert driver.take("p0") == [Cancel(attempt_id)]
+    driver.assert_nothing_left()
 
 
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, -5.0, 1e9])

@@ -20,6 +20,7 @@ from common.values.messages import (
     TokenBatch,
     TransferFailed,
 )
+from common.values.request import FinishReason
 from router.core import transitions
 from router.core.events import ChoiceStopped, EndRequested, PrefixFound, PrefixKey, RequestSubmitted, WorkerLost
 from router.core.request_state import AttemptPhase, RequestState
@@ -55,7 +56,7 @@ def at(phase: AttemptPhase) -> Driver:
     if phase is Phase.QUEUED:
         for worker_id in ("d0", "d1"):
             driver.stats(worker_id, kv_blocks_free=0, kv_blocks_used=64)
-    driver.submit(request())
+    driver.submit(request(max_tokens=1 if phase is Phase.CLOSING else 4))
     if phase in (Phase.LOOKING_UP, Phase.QUEUED, Phase.RESERVING):
         driver.take()
         return driver
@@ -65,6 +66,9 @@ def at(phase: AttemptPhase) -> Driver:
     if phase is Phase.DECODING:
         driver.first_tokens("p0")
         driver.report("d0", ID)
+    if phase is Phase.CLOSING:
+        driver.report("d0", ID)
+        driver.tokens("d0", ID, token(0, finish=FinishReason.LENGTH))
     driver.take()
     return driver
 
@@ -101,6 +105,7 @@ DECODE_OUTCOMES = {
     (HandoffReport, Phase.GRANTED): "decoding",
     (HandoffReport, Phase.PREFILLING): "decoding",
     (HandoffReport, Phase.LOCAL): "decoding",
+    (HandoffReport, Phase.DECODING): "decoding",
     (AttemptTokens, Phase.GRANTED): "decoding",
     (AttemptTokens, Phase.PREFILLING): "decoding",
     (AttemptTokens, Phase.LOCAL): "decoding",
@@ -124,6 +129,13 @@ PREFILL_OUTCOMES = {
     (Refused, Phase.PREFILLING): "prefilling, Prefill p1",
     (AttemptFailed, Phase.PREFILLING): "prefilling, Prefill p1",
     (WorkerLost, Phase.PREFILLING): "prefilling, Prefill p1",
+    (Refused, Phase.DECODING): "decoding",
+    (AttemptFailed, Phase.DECODING): "decoding",
+    (WorkerLost, Phase.DECODING): "decoding",
+    (FirstTokens, Phase.CLOSING): "ended",
+    (Refused, Phase.CLOSING): "ended",
+    (AttemptFailed, Phase.CLOSING): "ended",
+    (WorkerLost, Phase.CLOSING): "ended",
 }
 
 
@@ -216,7 +228,7 @@ def test_what_the_index_answers_counts_only_while_it_is_awaited(phase: AttemptPh
 @pytest.mark.parametrize("phase", [phase for event, phase in OWN_ROWS if event is AttemptTimedOut])
 def test_an_attempts_deadline_is_that_of_its_phase(phase: AttemptPhase) -> None:
     """A phase that waits for the index or for workers has a row; the others have no deadline to reach."""
-    waits = {Phase.ABSENT, Phase.LOOKING_UP, Phase.QUEUED, Phase.GRANTED}
+    waits = {Phase.ABSENT, Phase.LOOKING_UP, Phase.QUEUED, Phase.GRANTED, Phase.CLOSING}
     assert phase in waits
     for other in set(AttemptPhase) - waits - {Phase.ENDED}:
         assert ID not in at(other).core._requests.timers
@@ -234,15 +246,24 @@ REQUEST_EVENTS: dict[type, Callable[[], Any]] = {
 
 @pytest.mark.parametrize(("kind", "state"), [row for row in REQUEST_ROWS if row[0] is not RequestTimedOut])
 def test_what_clients_want_in_every_state(kind: type, state: RequestState) -> None:
-    """The only choice stopped ends the request as a success, leaving as a failure; once, in any state."""
-    driver = at({RequestState.WAITING: Phase.RESERVING}.get(state, Phase.DECODING))
+    """The only choice stopped ends the request as a success, leaving as a failure; once, in any state.
+
+    When every token is out already, leaving ends it as a success too, and there is no choice left to stop.
+    """
+    phases = {RequestState.WAITING: Phase.RESERVING, RequestState.CLOSING: Phase.CLOSING}
+    driver = at(phases.get(state, Phase.DECODING))
     if state is RequestState.ABSENT:
         driver = Driver("p0", "d0")
     driver.feed(REQUEST_EVENTS[kind]())
     last = [type(event).__name__ for event in driver.events()][-1:]
-    is_live = state is not RequestState.ABSENT
-    assert last == ([{EndRequested: "Failed", ChoiceStopped: "Finished"}[kind]] if is_live else [])
-    assert driver.core.request_ids == ((ID.request_id,) if kind is RequestSubmitted else ())
+    if state is RequestState.ABSENT:
+        assert (last, len(driver.core.request_ids)) == ([], kind is RequestSubmitted)
+    elif (kind, state) == (ChoiceStopped, RequestState.CLOSING):
+        assert last == ["Tokens"]
+    else:
+        is_failed = kind is EndRequested and state is not RequestState.CLOSING
+        assert last == ["Failed" if is_failed else "Finished"]
+        driver.assert_nothing_left()
 
 
 @pytest.mark.parametrize("phase", [Phase.RESERVING, Phase.DECODING])
