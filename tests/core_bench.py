@@ -4,12 +4,13 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from common.engine.contract.executor import StepFailed
 from common.engine.contract.plan import StepPlan
 from common.values.errors import InvalidTransition
 from common.values.ids import AttemptId, RequestId, RouterId
 from common.values.messages import Cancel
 from common.worker.core import WorkerCore
-from common.worker.events import MessageReceived, RunStep, SendToRouter, StepFailed
+from common.worker.events import MessageReceived, RunStep, SendToRouter
 from tests.simkit.fake_engine import FakeRunner
 
 ROUTER = RouterId("router")

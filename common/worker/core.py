@@ -16,6 +16,7 @@ from common.cores.core_loop import Core
 from common.cores.deadlines import earliest
 from common.cores.draining import Draining
 from common.cores.history import History
+from common.engine.contract.executor import LayerComputed, StepFailed, StepFinished
 from common.engine.contract.plan import SequenceResult, StepPlan, StepResult
 from common.engine.kv.block_pool import BlockPool
 from common.engine.scheduling.invariants import check_scheduler
@@ -33,13 +34,10 @@ from common.values.messages import (
 from common.worker.events import (
     Drained,
     DrainRequested,
-    LayerComputed,
     MessageReceived,
     PublishBlocks,
     RouterLost,
     SendToRouter,
-    StepFailed,
-    StepFinished,
 )
 from common.worker.requests import Requests, RequestT, WorkerRequest
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.engine.contract.plan import StepPlan, StepResult
+from common.engine.contract.plan import StepPlan
 from common.values.ids import BlockHash, RouterId
 from common.values.messages import Cancel, Prefill, Reserve, WorkerMessage
 
@@ -22,27 +22,6 @@ class RouterLost:
     """A router's stream ended: everything it asked for is cancelled."""
 
     router_id: RouterId
-
-
-@dataclass(frozen=True, slots=True)
-class LayerComputed:
-    """The running step has written the KV of layers [0, num_layers) for all its tokens."""
-
-    step_id: int
-    num_layers: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepFinished:
-    result: StepResult
-
-
-@dataclass(frozen=True, slots=True)
-class StepFailed:
-    """The whole forward pass raised; nothing of it counts."""
-
-    step_id: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

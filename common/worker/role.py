@@ -1,4 +1,4 @@
-"""The shell of one role: joins its core to the compute thread, the routers' streams, the sessions and the index.
+"""The shell of one role: joins its core to the executor, the routers' streams, the sessions and the index.
 
 Performs what the core decides and feeds back what came of it; no decisions here. A role supplies its core and its
 handoff sessions, the rest is the same for both.
@@ -10,26 +10,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from common.cores.core_loop import CoreLoop
-from common.engine.contract.plan import StepResult
+from common.engine.contract.executor import Executor, ExecutorEvent, StepFinished
+from common.engine.executor.local import LocalExecutor
+from common.engine.executor.processors import processors
 from common.values.ids import BlockHash, RouterId
 from common.values.messages import Cancel, Drain, Prefill, Reserve, WorkerInfo, WorkerStats
 from common.worker.audit import Audit, audit
-from common.worker.compute import ComputeThread
 from common.worker.core import WorkerCore
 from common.worker.events import (
     Drained,
     DrainRequested,
-    LayerComputed,
     MessageReceived,
     PublishBlocks,
     RouterLost,
     RunStep,
     SendToRouter,
-    StepFailed,
-    StepFinished,
 )
 from common.worker.lifecycle import WorkerContext
-from common.worker.processors import processors
 from common.worker.reporting import record_message, with_health
 
 
@@ -61,7 +58,7 @@ class RoleShell:
         self._loop: CoreLoop[Any, Any] = CoreLoop(core, self._perform)
         self._sessions = open_sessions(self._loop.post)
         cpus = processors(context.config.cpus)
-        self._compute = ComputeThread(context.loaded.runner, self._on_step_finished, self._on_step_failed, cpus)
+        self._executor: Executor = LocalExecutor(context.loaded.runner, self._on_executor_event, cpus)
 
     @property
     def failed(self) -> asyncio.Future[None]:
@@ -83,7 +80,7 @@ class RoleShell:
         self._loop.post(DrainRequested(grace_s))
 
     def stats(self) -> WorkerStats:
-        return with_health(self._core.stats(time.monotonic()), self._compute.step_age_s, self._context.config)
+        return with_health(self._core.stats(time.monotonic()), self._executor.step_age_s, self._context.config)
 
     def audit(self, info: WorkerInfo) -> Audit:
         return audit(info, self._core, time.monotonic())
@@ -94,10 +91,10 @@ class RoleShell:
     async def close(self) -> None:
         self._loop.close()
         await self._sessions.close()
-        self._compute.close()
+        self._executor.close()
 
     async def is_quiet(self, limit_s: float) -> bool:
-        return await asyncio.to_thread(self._compute.join, limit_s) and self._sessions.is_quiet
+        return await asyncio.to_thread(self._executor.join, limit_s) and self._sessions.is_quiet
 
     def _perform(self, effect: Any) -> None:
         match effect:
@@ -114,17 +111,10 @@ class RoleShell:
                 self._sessions.perform(effect)
 
     def _run_step(self, effect: RunStep) -> None:
-        step_id = effect.plan.step_id
-
-        def report_layer(num_layers: int) -> None:
-            self._loop.post_threadsafe(LayerComputed(step_id, num_layers))
-
-        self._compute.submit(effect.plan, report_layer if effect.reports_layers else None)
+        self._executor.submit(effect.plan, reports_layers=effect.reports_layers)
         self._context.metrics.observe("pdserve_step_tokens", effect.plan.num_tokens)
 
-    def _on_step_finished(self, result: StepResult) -> None:
-        self._context.metrics.observe("pdserve_step_seconds", result.duration_s)
-        self._loop.post_threadsafe(StepFinished(result))
-
-    def _on_step_failed(self, step_id: int, reason: str) -> None:
-        self._loop.post_threadsafe(StepFailed(step_id, reason))
+    def _on_executor_event(self, event: ExecutorEvent) -> None:
+        if isinstance(event, StepFinished):
+            self._context.metrics.observe("pdserve_step_seconds", event.result.duration_s)
+        self._loop.post_threadsafe(event)

@@ -16,12 +16,13 @@ import torch
 
 from common.checkpoint import open_checkpoint
 from common.checkpoint.demo_model import fetch_demo_model
+from common.engine.contract.executor import StepFinished
 from common.engine.executor import runner as runner_module
 from common.engine.kv.block_pool import BlockPool
 from common.engine.model.decoder import Decoder
 from common.values.request import SamplingParams
 from common.wire.convert import worker_message_to_pb
-from common.worker.events import RunStep, SendToRouter, StepFinished
+from common.worker.events import RunStep, SendToRouter
 from tests.bench.engine_bench import BLOCK_SIZE, CONTEXT, NUM_BLOCKS, load_runner
 from tests.core_bench import tokens
 from tests.decode_worker.harness import Bench, job

@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from common.engine.contract.executor import StepFinished
 from common.engine.kv.block_pool import BlockPool
 from common.engine.scheduling.scheduler import Limits
 from common.values.ids import AttemptId, RouterId, TransferId, WorkerRef
 from common.values.messages import AttemptFailed, Granted, HandoffReport, Refused, Reserve, TokenBatch, TransferFailed
 from common.values.request import FinishReason, SampledToken, SamplingParams, TokenEvent, Work
 from common.worker.core import WorkerCore
-from common.worker.events import MessageReceived, StepFinished
+from common.worker.events import MessageReceived
 from decode_worker.core import DecodeCore
 from kvtransfer.events import (
     AttemptReleased,

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from common.engine.contract.executor import StepFailed, StepFinished
 from common.engine.contract.plan import StepResult
 from common.values.errors import InvalidTransition
 from common.values.ids import RouterId, TransferId
@@ -16,16 +17,7 @@ from common.values.messages import (
     WorkerState,
 )
 from common.values.request import SampledToken
-from common.worker.events import (
-    Drained,
-    DrainRequested,
-    MessageReceived,
-    RouterLost,
-    RunStep,
-    SendToRouter,
-    StepFailed,
-    StepFinished,
-)
+from common.worker.events import Drained, DrainRequested, MessageReceived, RouterLost, RunStep, SendToRouter
 from kvtransfer.events import FinishAnnounced, FirstToken
 from tests.core_bench import ROUTER, attempt, tokens
 from tests.decode_worker.harness import PREFILL, Bench, job

@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
+from common.engine.contract.executor import StepFailed
 from common.values.ids import RouterId
 from common.values.messages import AttemptFailed, Granted, Refused
 from common.values.request import SamplingParams, Work
-from common.worker.events import Drained, DrainRequested, RouterLost, StepFailed
+from common.worker.events import Drained, DrainRequested, RouterLost
 from tests.core_bench import ROUTER, attempt, draw_action, tokens
 from tests.decode_worker.harness import Bench
 from tests.simkit.fake_engine import VOCAB_SIZE, expected_output

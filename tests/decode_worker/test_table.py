@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
+from common.engine.contract.executor import StepFinished
 from common.engine.contract.plan import StepResult
 from common.values.errors import InvalidTransition
 from common.values.ids import TransferId
 from common.values.request import SampledToken
-from common.worker.events import DrainRequested, RouterLost, StepFinished
+from common.worker.events import DrainRequested, RouterLost
 from kvtransfer.events import (
     CancelAnnounced,
     ChunkAnnounced,

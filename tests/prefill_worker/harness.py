@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from common.engine.contract.executor import LayerComputed, StepFinished
 from common.engine.contract.plan import SequenceResult, StepPlan, StepResult
 from common.engine.kv.block_pool import BlockPool
 from common.engine.scheduling.scheduler import Limits
@@ -10,7 +11,7 @@ from common.values.ids import RouterId, TransferId, WorkerRef
 from common.values.messages import AttemptFailed, FirstTokens, Prefill, Refused
 from common.values.request import SampledToken, SamplingParams, Work
 from common.worker.core import WorkerCore
-from common.worker.events import LayerComputed, MessageReceived, StepFinished
+from common.worker.events import MessageReceived
 from kvtransfer.events import (
     AcknowledgedByPeer,
     CancelledByPeer,

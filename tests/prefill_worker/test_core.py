@@ -2,13 +2,10 @@
 
 import pytest
 
+from common.engine.contract.executor import StepFinished
 from common.values.ids import TransferId
 from common.values.request import FinishReason, SamplingParams
-from common.worker.events import (
-    PublishBlocks,
-    RunStep,
-    StepFinished,
-)
+from common.worker.events import PublishBlocks, RunStep
 from kvtransfer.events import (
     FirstTokensSampled,
     TokensComputed,

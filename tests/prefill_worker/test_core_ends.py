@@ -4,20 +4,12 @@ import itertools
 
 import pytest
 
+from common.engine.contract.executor import LayerComputed, StepFailed, StepFinished
 from common.engine.contract.plan import StepResult
 from common.values.errors import InvalidTransition
 from common.values.ids import RouterId
 from common.values.messages import AttemptFailed, Cancel, FirstTokens, Refused, Reserve, WorkerState
-from common.worker.events import (
-    Drained,
-    DrainRequested,
-    LayerComputed,
-    MessageReceived,
-    RouterLost,
-    SendToRouter,
-    StepFailed,
-    StepFinished,
-)
+from common.worker.events import Drained, DrainRequested, MessageReceived, RouterLost, SendToRouter
 from kvtransfer.events import (
     TransferCancelRequested,
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from common.engine.contract.executor import LayerComputed, StepFailed, StepFinished
 from common.engine.contract.plan import StepPlan, StepResult
 from common.engine.kv.block_pool import BlockPool
 from common.engine.scheduling.scheduler import Limits
@@ -20,14 +21,11 @@ from common.values.request import SamplingParams, Work
 from common.worker.core import WorkerCore
 from common.worker.events import (
     DrainRequested,
-    LayerComputed,
     MessageReceived,
     PublishBlocks,
     RouterLost,
     RunStep,
     SendToRouter,
-    StepFailed,
-    StepFinished,
 )
 from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.events import (

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from common.engine.contract.executor import LayerComputed
 from common.values.errors import InvalidTransition
 from common.values.ids import TransferId, WorkerRef
-from common.worker.events import DrainRequested, LayerComputed, RouterLost
+from common.worker.events import DrainRequested, RouterLost
 from kvtransfer.events import CancelledByPeer, ChunkPacked, ChunkSent, PeerLost, PeerReady
 from tests.core_bench import ROUTER, attempt, fail, finish, is_at_rest, phases_of, table_rows, tokens
 from tests.prefill_worker.harness import DECODE, Bench, prompt

@@ -7,13 +7,14 @@ from typing import Any, Protocol
 
 from common.cluster.memory import InMemoryIndex
 from common.cluster.protocol import Registration
+from common.engine.contract.executor import LayerComputed, StepFailed, StepFinished
 from common.engine.kv.block_pool import BlockPool
 from common.engine.scheduling.scheduler import Limits
 from common.values.ids import RouterId, WorkerRef
 from common.values.messages import Role, WorkerInfo, WorkerMessage, WorkerStats
 from common.values.request import Fingerprint
 from common.worker.core import WorkerCore
-from common.worker.events import LayerComputed, PublishBlocks, RunStep, SendToRouter, StepFailed, StepFinished
+from common.worker.events import PublishBlocks, RunStep, SendToRouter
 from decode_worker.core import DecodeCore
 from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.receiver.core import ReceiverCore

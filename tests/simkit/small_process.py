@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from common.engine.contract.executor import LayerComputed, StepFinished
 from common.engine.kv.block_pool import BlockPool
 from common.engine.scheduling.scheduler import Limits
 from common.values.messages import Role, WorkerInfo
 from common.values.request import Fingerprint
 from common.worker.core import WorkerCore
-from common.worker.events import LayerComputed, RunStep, StepFinished
+from common.worker.events import RunStep
 from decode_worker.core import DecodeCore
 from prefill_worker.core import PrefillCore
 from tests.simkit.handoff_parts import Silent, new_receiver, new_sender, ref_of

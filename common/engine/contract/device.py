@@ -13,7 +13,7 @@ from common.checkpoint.layers import LayerSpec
 from common.engine.contract.attention import AttentionBackend, AttentionBatch
 from common.engine.contract.draws import DrawCandidates
 from common.engine.contract.elementwise import Elementwise
-from common.engine.contract.runner import LayerHook
+from common.engine.contract.executor import LayerHook
 
 # Runs the function once or more, and gives what repeats its work on the tensors that it read, and its result.
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]

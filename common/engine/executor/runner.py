@@ -9,13 +9,14 @@ import torch
 from common.engine.contract.attention import AttentionBatch
 from common.engine.contract.device import Device
 from common.engine.contract.draws import DrawCandidates
+from common.engine.contract.executor import LayerHook
 from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, StepResult
-from common.engine.contract.runner import LayerHook
 from common.engine.executor.graphs import DecodeGraphs
 from common.engine.kv.cache import KVCache
 from common.engine.kv.fence import Fence
 from common.engine.model.decoder import Decoder
 from common.engine.sampling import SampleError, sample
+from common.values.ranks import WHOLE, Rank
 from common.values.request import SampledToken
 
 
@@ -28,7 +29,9 @@ class ModelRunner:
         cache: KVCache,
         device: Device,
         graphs: DecodeGraphs | None = None,  # None = every kernel is launched by itself
+        rank: Rank = WHOLE,
     ) -> None:
+        self.rank = rank
         self._model = model
         self._cache = cache
         self._device = device
@@ -65,14 +68,14 @@ class ModelRunner:
 
 
 def _marking(fence: Fence, layer_hook: LayerHook | None) -> LayerHook:
-    """The hook, after a mark: whoever it tells of a layer finds the mark."""
+    """The hook, after a mark: who is called finds the mark."""
 
-    def mark_and_tell(num_layers: int) -> None:
+    def mark_and_call(num_layers: int) -> None:
         fence.mark(num_layers)
         if layer_hook is not None:
             layer_hook(num_layers)
 
-    return mark_and_tell
+    return mark_and_call
 
 
 def build_batch(

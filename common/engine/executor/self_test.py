@@ -1,8 +1,8 @@
 """One forward pass before anybody depends on it: finds weights that compute nothing, warms up what is compiled late."""
 
 from common.checkpoint import CheckpointError
+from common.engine.contract.executor import Runner
 from common.engine.contract.plan import SampleSpec, ScheduledSequence, StepPlan
-from common.engine.contract.runner import Runner
 from common.values.request import SamplingParams
 
 

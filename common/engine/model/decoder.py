@@ -9,7 +9,7 @@ from common.checkpoint import ModelSpec
 from common.checkpoint.families import family_of, layers_of
 from common.engine.contract.attention import AttentionBatch
 from common.engine.contract.device import Device, Layer, Tail
-from common.engine.contract.runner import LayerHook
+from common.engine.contract.executor import LayerHook
 from common.engine.model.layers import attend, finish, read_layer, write_kv
 from common.engine.model.rope import cos_sin_table
 from common.engine.model.weights import Weights

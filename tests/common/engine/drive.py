@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from common.engine.contract.executor import Runner
 from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan
-from common.engine.contract.runner import Runner
 from common.values.request import SampledToken, SamplingParams
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from common.engine.contract.plan import StepPlan, StepResult
 from common.values.config import ModelConfig, WorkerConfig
 from common.values.ids import RouterId
+from common.values.ranks import WHOLE
 from common.worker.events import RunStep
 from common.worker.role import RoleShell
 
@@ -27,6 +28,8 @@ class EagerCore:
 
 
 class Runner:
+    rank = WHOLE
+
     def __init__(self) -> None:
         self.step_ids: list[int] = []
 

@@ -8,7 +8,7 @@ import torch
 from common.checkpoint.layers import PRE_NORMS
 from common.engine.contract.attention import AttentionBatch
 from common.engine.contract.device import CompiledRun, Layer, Tail
-from common.engine.contract.runner import LayerHook
+from common.engine.contract.executor import LayerHook
 from common.engine.devices.cpu.native.products import NativeProducts
 from common.engine.devices.cpu.native.stack import NativeStack
 

@@ -7,15 +7,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.checkpoint import CheckpointError
+from common.engine.contract.executor import LayerHook
 from common.engine.contract.plan import SequenceResult, StepPlan, StepResult
-from common.engine.contract.runner import LayerHook
 from common.engine.executor.self_test import self_test
 from common.engine.loading import load_model
 from common.values.config import ModelConfig, WorkerConfig
+from common.values.ranks import WHOLE
 from tests.tiny_model import write_tiny_model
 
 
 class Scripted:
+    rank = WHOLE
+
     def __init__(self, error: str | None) -> None:
         self.error = error
         self.plans: list[StepPlan] = []

@@ -1,4 +1,4 @@
-"""The compute thread: runs one step at a time, away from the event loop."""
+"""`Executor` of width 1: the runner in a thread of this process."""
 
 import contextlib
 import threading
@@ -7,29 +7,26 @@ from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 
-from common.engine.contract.plan import StepPlan, StepResult
-from common.engine.contract.runner import LayerHook, Runner
+from common.engine.contract.executor import ExecutorEvent, LayerComputed, Runner, StepFailed, StepFinished
+from common.engine.contract.plan import StepPlan
+from common.engine.executor.processors import pin_this_thread
 from common.telemetry.logs import get_logger
-from common.worker.processors import pin_this_thread
-
-OnFinished = Callable[[StepResult], None]
-OnFailed = Callable[[int, str], None]
 
 
-class ComputeThread:
-    """Owns the runner. Callbacks run in the compute thread; exactly one of them per step.
+class LocalExecutor:
+    """Owns the runner. `on_event` is called in the compute thread.
 
     A daemon thread: a step that never ends does not keep the process from ending.
     """
 
     def __init__(
-        self, runner: Runner, on_finished: OnFinished, on_failed: OnFailed, cpus: frozenset[int] = frozenset()
+        self, runner: Runner, on_event: Callable[[ExecutorEvent], None], cpus: frozenset[int] = frozenset()
     ) -> None:
+        self.world_size = runner.rank.world_size
         self._runner = runner
-        self._on_finished = on_finished
-        self._on_failed = on_failed
+        self._on_event = on_event
         self._cpus = cpus
-        self._steps: SimpleQueue[tuple[StepPlan, LayerHook | None] | None] = SimpleQueue()
+        self._steps: SimpleQueue[tuple[StepPlan, bool] | None] = SimpleQueue()
         self._is_closed = False
         self._started_s: float | None = None
         self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
@@ -41,15 +38,15 @@ class ComputeThread:
         started_s = self._started_s
         return 0.0 if started_s is None else time.monotonic() - started_s
 
-    def submit(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> None:
+    def submit(self, plan: StepPlan, *, reports_layers: bool = False) -> None:
         """Run `plan`; the core has at most one step in flight, so this never queues.
 
-        Nothing happens after `close`: a core that has not heard of the end plans one step more, and nobody waits.
+        Nothing happens after `close`: a core that does not know of the end yet may plan one step more.
         """
         if self._is_closed:
             return
         self._started_s = time.monotonic()
-        self._steps.put((plan, layer_hook))
+        self._steps.put((plan, reports_layers))
 
     def close(self) -> None:
         """End after the running step. Returns at once."""
@@ -66,19 +63,20 @@ class ComputeThread:
         _show_name("compute")
         pin_this_thread(self._cpus)
         while (step := self._steps.get()) is not None:
-            self._run(*step)
+            event = self._run(*step)
+            self._started_s = None
+            self._on_event(event)
 
-    def _run(self, plan: StepPlan, layer_hook: LayerHook | None) -> None:
+    def _run(self, plan: StepPlan, reports_layers: bool) -> StepFinished | StepFailed:
+        def report(num_layers: int) -> None:
+            self._on_event(LayerComputed(plan.step_id, num_layers, self._runner.rank))
+
         try:
-            result = self._runner.run(plan, layer_hook)
+            return StepFinished(self._runner.run(plan, report if reports_layers else None))
         except Exception as error:  # the edge of the device: any failure of a step becomes an event
             # The type alone: a message of torch's may hold tensor contents.
             get_logger().error("step_failed", step_id=plan.step_id, error=type(error).__name__)
-            self._started_s = None
-            self._on_failed(plan.step_id, type(error).__name__)
-        else:
-            self._started_s = None
-            self._on_finished(result)
+            return StepFailed(plan.step_id, type(error).__name__)
 
 
 def _show_name(name: str) -> None:

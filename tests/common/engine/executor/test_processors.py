@@ -7,11 +7,12 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+from common.engine.contract.executor import ExecutorEvent, LayerHook
 from common.engine.contract.plan import StepPlan, StepResult
-from common.engine.contract.runner import LayerHook
+from common.engine.executor.local import LocalExecutor
+from common.engine.executor.processors import processors
 from common.values.config import WorkerSettings
-from common.worker.compute import ComputeThread
-from common.worker.processors import processors
+from common.values.ranks import WHOLE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are pinned on Linux alone")
 NO_SUCH_CPU = 1_000_000
@@ -20,14 +21,16 @@ NO_SUCH_CPU = 1_000_000
 class Looker:
     """Runs no step, but looks where it would."""
 
+    rank = WHOLE
+
     def run(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> StepResult:
         self.found = os.sched_getaffinity(0)
         return StepResult(plan.step_id, (), 0.0)
 
 
 def affinity_of_compute(cpus: frozenset[int]) -> set[int]:
-    runner, done = Looker(), queue.Queue[StepResult]()
-    compute = ComputeThread(runner, done.put, lambda step_id, reason: None, cpus)
+    runner, done = Looker(), queue.Queue[ExecutorEvent]()
+    compute = LocalExecutor(runner, done.put, cpus)
     compute.submit(StepPlan(1, ()))
     done.get(timeout=60)
     compute.close()
@@ -57,7 +60,7 @@ def test_without_any_the_thread_runs_where_the_process_may() -> None:
     assert affinity_of_compute(frozenset()) == os.sched_getaffinity(0)
 
 
-def test_processors_that_are_not_ours_are_told_and_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_processors_that_are_not_ours_are_logged_and_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert affinity_of_compute(frozenset({NO_SUCH_CPU})) == os.sched_getaffinity(0)
     captured = capsys.readouterr()
     assert "not_pinned" in captured.out + captured.err
