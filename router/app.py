@@ -22,6 +22,7 @@ import uvloop
 
 from common.checkpoint import open_checkpoint
 from common.cluster.prefix_index.mirror import PrefixIndexMirror
+from common.cluster.redis_check import say_redis
 from common.cluster.registry import RedisRegistry
 from common.cluster.reports import loading_reports, router_reports
 from common.telemetry.logs import get_logger
@@ -107,6 +108,7 @@ async def serve(
         stop = stop or stack.enter_context(_StopSignals()).stop
         listener = bind(config.host, config.http_port, "--http-port")
         stack.callback(listener.close)
+        await say_redis(config.redis_url, config.namespace)
         model, tokenizer = _open_model(config)
         metrics = _metrics(config, model)
         on_end = await stack.enter_async_context(_traces(config, model, metrics))

@@ -71,6 +71,7 @@ class RouterService:
         on_end: Callable[[JsonObject], None] | None = None,
     ) -> None:
         self._index = index
+        self._registry = registry
         self._on_end = on_end
         self._metrics = self._recent = Recent(metrics, clock)
         self._request_metrics = RequestMetrics(self._metrics)
@@ -160,7 +161,8 @@ class RouterService:
             return Readiness(is_ready=True)
         ready = Counter(worker.info.role for worker in self._core.workers if worker.is_ready)
         missing = tuple(f"no {role} worker is ready" for role in Role if not ready[role])
-        return Readiness(is_ready=False, reasons=missing or ("no prefill worker pairs with a decode worker",))
+        reasons = missing or ("no prefill worker pairs with a decode worker",)
+        return Readiness(is_ready=False, reasons=(*filter(None, [self._registry.problem]), *reasons))
 
     def state(self) -> ClusterState:
         workers = tuple(_view(worker, self._clock()) for worker in self._core.workers)

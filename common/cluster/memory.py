@@ -9,6 +9,8 @@ from common.values.ids import BlockHash, WorkerRef
 class InMemoryIndex:
     """Blocks per worker. Reader and registry in one; `writer(ref)` is a worker's side."""
 
+    problem = ""
+
     def __init__(self) -> None:
         self._registrations: dict[WorkerRef, Registration] = {}
         self._hashes: dict[WorkerRef, set[BlockHash]] = {}

@@ -41,6 +41,11 @@ class PrefixIndexWriter(Protocol):
 class Registry(Protocol):
     """Leased registrations: a worker that stops renewing disappears by itself."""
 
+    @property
+    def problem(self) -> str:
+        """Why the last look found nothing; empty = it was answered."""
+        ...
+
     async def live_workers(self) -> list[Registration] | None:
         """All workers with a lease, or None when the registry cannot be asked (then keep what you know)."""
         ...

@@ -11,6 +11,7 @@ from common.cluster.keys import Keys
 from common.cluster.protocol import Registration
 from common.cluster.redis import REDIS_ERRORS, connect, wait_for_event
 from common.cluster.scripts import LIVE, RENEW
+from common.telemetry.logs import get_logger
 from common.values.ids import WorkerRef
 from common.values.messages import Role
 
@@ -25,6 +26,7 @@ class RedisRegistry:
 
     def __init__(self, redis_url: str, namespace: str) -> None:
         self.num_invalid = 0
+        self.problem = ""
         self._redis = connect(redis_url, TIMEOUT_S, max_connections=2)
         self._live = self._redis.register_script(LIVE)
         self._keys = Keys(namespace)
@@ -35,14 +37,24 @@ class RedisRegistry:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 answer = await self._live(keys=[self._keys.workers], args=[prefix, MAX_REGISTRATION_BYTES])
-        except REDIS_ERRORS:
+        except REDIS_ERRORS as error:
+            self._note(f"Redis does not say which workers there are: {str(error) or type(error).__name__}")
             return None
+        self._note("")
         found = [decode(ref, value) for ref, value in zip(answer[::2], answer[1::2], strict=True)]
         self.num_invalid += found.count(None)
         return [registration for registration in found if registration is not None]
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+    def _note(self, problem: str) -> None:
+        """One line when it begins and one when it is over."""
+        if problem and not self.problem:
+            get_logger().warning("registry_away", reason=problem)
+        elif self.problem and not problem:
+            get_logger().info("registry_back")
+        self.problem = problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +100,7 @@ class Lease:
         self._value = encode(registration)
         self._keys = Keys(namespace)
         self._lease_s = lease_s
+        self._is_refused = False
         self._is_closing = asyncio.Event()
 
     async def renew(self) -> bool:
@@ -100,8 +113,12 @@ class Lease:
                     keys=[keys.lease(ref), keys.workers, keys.members(ref), keys.sequence(ref)],
                     args=[ttl_ms, ttl_ms * LIST_TTL_LEASES, str(ref), self._value],
                 )
-        except REDIS_ERRORS:
+        except REDIS_ERRORS as error:
+            if not self._is_refused:
+                get_logger().warning("lease_not_renewed", worker=str(ref), reason=str(error) or type(error).__name__)
+            self._is_refused = True
             return False
+        self._is_refused = False
         return True
 
     async def run(self) -> None:

@@ -22,6 +22,7 @@ import grpc
 
 from common.cluster.presence import WorkerPresence
 from common.cluster.protocol import PrefixIndexWriter, Registration
+from common.cluster.redis_check import say_redis
 from common.engine.kv.block_pool import BlockPool
 from common.engine.loading import LoadedModel, load_model, refit
 from common.telemetry.logs import get_logger
@@ -122,6 +123,8 @@ async def run_worker(config: WorkerConfig, control: WorkerControl, build_of: Bui
     async with AsyncExitStack() as stack:
         stack.callback(control.report_ended)
         get_logger().info("worker_loading", worker_id=config.worker_id, role=config.role)
+        if config.redis_url:
+            await say_redis(config.redis_url, config.namespace)
         async with shown_loading(config) as progress:
             loaded = await asyncio.to_thread(load_model, config, progress)
         metrics = Metrics(loaded.served_name, config.role, config.worker_id)

@@ -1,5 +1,6 @@
 """`pdserve doctor`: is this machine fit to run pdserve? Each check looks at one thing and knows the fix for it."""
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -11,7 +12,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import Any, Literal
+from typing import Literal
 
 from common.values.addresses import join_address
 from common.values.config import ClusterConfig
@@ -25,7 +26,7 @@ _MIN_FILES = 4096
 _MIN_PROCESSES = 2048
 _MIN_SHM_BYTES = 128 << 20
 _MIN_DISK_BYTES = 1 << 30
-_REDIS_TIMEOUT_S = 3.0
+_HEALTH_TIMEOUT_S = 3.0
 _MARKS = {"ok": "ok  ", "warning": "warn", "failed": "FAIL"}
 
 
@@ -111,7 +112,7 @@ def cache(config: ClusterConfig) -> Finding:
 
 def redis(config: ClusterConfig) -> Finding:
     if config.redis_url:
-        return _given_redis(config.redis_url)
+        return _given_redis(config.redis_url, config.namespace)
     from deploy.local.redis_server import find_binary
 
     binary = find_binary()
@@ -145,26 +146,19 @@ def _certificates(whose: str, paths: list[tuple[str, str, str]]) -> Finding:
     return Finding("certificates", "ok", found)
 
 
-def _given_redis(url: str) -> Finding:
-    from redis import Redis
-    from redis.exceptions import NoPermissionError, RedisError
-
-    from common.cluster.redis import split_credentials
+def _given_redis(url: str, namespace: str) -> Finding:
+    from common.cluster.redis_check import RedisAway, RedisClusterUnsupported, examine
     from deploy.config.settings import redact_url
 
     shown = redact_url(url)
-    plain_url, credentials = split_credentials(url)
-    options: dict[str, Any] = {} if credentials is None else {"credential_provider": credentials}
-    options |= {"socket_timeout": _REDIS_TIMEOUT_S, "socket_connect_timeout": _REDIS_TIMEOUT_S}
+    fix = "start it, or correct redis_url (pdserve config show says where it comes from)"
     try:
-        with Redis.from_url(plain_url, **options) as client:
-            client.ping()
-            version = client.info("server")["redis_version"]
-    except NoPermissionError:
-        return Finding("redis", "ok", f"{shown}, version not told to this user")
-    except (RedisError, OSError, ValueError) as error:
-        fix = "start it, or correct redis_url (pdserve config show says where it comes from)"
+        finding = asyncio.run(examine(url, namespace))
+    except (RedisAway, RedisClusterUnsupported) as error:
         return Finding("redis", "failed", f"{shown}: {error}", fix)
+    if finding.warnings:
+        return Finding("redis", "warning", f"{shown}: {'; '.join(finding.warnings)}", "requests then go by load alone")
+    version = finding.version or "hidden from this user"
     return Finding("redis", "ok", f"{shown}, version {version}")
 
 
@@ -215,7 +209,7 @@ def _has_our_service(address: str) -> bool:
     with grpc.insecure_channel(address, options=channel_options()) as channel:
         request = health_pb2.HealthCheckRequest(service="pdserve.v1.GenerationService")
         try:
-            health_pb2_grpc.HealthStub(channel).Check(request, timeout=_REDIS_TIMEOUT_S)
+            health_pb2_grpc.HealthStub(channel).Check(request, timeout=_HEALTH_TIMEOUT_S)
         except grpc.RpcError:
             return False
     return True

@@ -100,9 +100,9 @@ def _run_services(config: ClusterConfig, report: Report, use: Use, parent_pid: i
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(session())
         report("pdserve", f"logs are below {opened.runtime_dir} while it runs")
-        redis = resolve_redis(config.redis_url, opened.runtime_dir)
+        redis = resolve_redis(config.redis_url, opened.runtime_dir, config.namespace)
         stack.callback(redis.stop)
-        report("redis", f"ready ({redis.source})")
+        report("redis", "; ".join([f"ready ({redis.source})", *redis.warnings]))
         config = config.model_copy(update={"redis_url": redis.url})
         routers = []
         for idx in range(config.pools.routers):

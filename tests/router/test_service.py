@@ -224,12 +224,23 @@ class FlakyRegistry:
 
     def __init__(self, index: InMemoryIndex) -> None:
         self.is_away = False
+        self.problem = ""
         self.num_polls = 0
         self._index = index
 
     async def live_workers(self) -> list[Registration] | None:
         self.num_polls += 1
         return None if self.is_away else await self._index.live_workers()
+
+
+async def test_what_is_missing_is_named_where_no_request_could_be_served() -> None:
+    index = InMemoryIndex()
+    async with running_service(index) as service:
+        assert service.readiness().reasons == ("no prefill worker is ready", "no decode worker is ready")
+        index.problem = "Redis does not answer"
+        assert service.readiness().reasons[0] == "Redis does not answer"
+        async with grpc_workers(index, "p0", "d0"):
+            await until(lambda: service.readiness().is_ready)
 
 
 async def test_registry_that_is_away_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,12 +68,20 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 def test_a_redis_user_that_may_not_see_the_version_is_fine(tmp_path: Path) -> None:
     with redis_box(binaries()[0], tmp_path) as box, box.client() as client:
-        client.execute_command("ACL", "SETUSER", "worker", "on", ">word", "+ping")
+        client.execute_command("ACL", "SETUSER", "worker", "on", ">word", "~*", "+ping", "+srem")
         path = tmp_path / "password"
         path.write_text("word")
         url = f"redis://worker@127.0.0.1:{box.port}/0?password_file={path}"
         finding = doctor.redis(CONFIG.model_copy(update={"redis_url": url}))
-    assert (finding.status, finding.found.endswith("version not told to this user")) == ("ok", True)
+    assert (finding.status, finding.found.endswith("version hidden from this user")) == ("ok", True)
+
+
+def test_a_redis_that_would_forget_workers_is_warned_of(tmp_path: Path) -> None:
+    with redis_box(binaries()[0], tmp_path) as box, box.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        finding = doctor.redis(CONFIG.model_copy(update={"redis_url": box.url}))
+    assert finding.status == "warning"
+    assert "it may evict workers and their prefixes (maxmemory-policy allkeys-lru): set noeviction" in finding.found
 
 
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

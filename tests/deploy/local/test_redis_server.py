@@ -3,11 +3,13 @@
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 import redis
 
+from common.cluster.redis_check import RedisAway, RedisFinding, examine
 from deploy.local import redis_server
 from deploy.local.redis_server import OwnRedis, find_binary, resolve_redis
 from deploy.process.child import StartFailed
@@ -85,10 +87,41 @@ async def test_a_server_that_does_not_start_again_says_why_and_leaves_nothing(tm
     assert "no memory today" in own.log_tail()
 
 
-def test_a_url_is_used_as_it_is(tmp_path: Path) -> None:
-    server = resolve_redis("redis://elsewhere:1/0", tmp_path)
-    assert (server.url, server.own) == ("redis://elsewhere:1/0", None)
-    server.stop()
+def test_a_url_is_used_as_it_is_once_it_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = OwnRedis(binaries()[0], tmp_path)
+    num_failed = 0
+
+    async def examined(url: str, namespace: str) -> RedisFinding:
+        nonlocal num_failed
+        try:
+            return await examine(url, namespace)
+        except RedisAway:
+            num_failed += 1
+            assert own.start()
+            raise
+
+    monkeypatch.setattr(redis_server, "examine", examined)
+    server = resolve_redis(own.url, tmp_path)
+    assert num_failed == 1
+    assert (server.url, server.own, server.warnings) == (own.url, None, ())
+    own.stop()
+
+
+@pytest.mark.parametrize("is_listening", [True, False])
+def test_a_url_that_does_not_answer_is_named_and_nothing_is_said_to_be_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listening: bool
+) -> None:
+    """Whether it accepts connections and says nothing, or refuses them."""
+    monkeypatch.setattr(redis_server, "START_LIMIT_S", 0.1)
+    monkeypatch.setattr("common.cluster.redis_check.TIMEOUT_S", 0.1)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if is_listening:
+            silent.listen()
+        url = f"redis://:hunter2@127.0.0.1:{silent.getsockname()[1]}/0"
+        with pytest.raises(StartFailed, match=r"Redis does not answer: .*--redis-url") as raised:
+            resolve_redis(url, tmp_path)
+    assert "hunter2" not in str(raised.value)
 
 
 def test_the_servers_on_path_are_preferred_and_the_package_is_the_fallback(
