@@ -120,9 +120,8 @@ async def serve(
         frontend = Frontend(service, tokenizer, model, validator, metrics)
         credentials = grpc_credentials(config.cert_file, config.key_file)
         grpc_address = join_address(config.host, config.grpc_port)
-        grpc_server = GrpcServer(
-            frontend, config.max_body_bytes, grpc_address, access, credentials, config.max_connections
-        )
+        max_body_bytes = config.max_body_bytes or model.max_body_bytes
+        grpc_server = GrpcServer(frontend, max_body_bytes, grpc_address, access, credentials, config.max_connections)
         await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, _SERVER_GRACE_S)
         ports = RouterPorts(listener.getsockname()[1], grpc_server.port)
@@ -137,7 +136,7 @@ async def serve(
             config.router_id,
             index.stats,
         )
-        settings = HttpSettings(config.max_body_bytes, config.sse_keep_alive_s)
+        settings = HttpSettings(max_body_bytes, config.sse_keep_alive_s, config.allowed_origins)
         tls = http_context(config.cert_file, config.key_file)
         room = Connections(config.max_connections, metrics)
         http_server = HttpServer(build_app(frontend, settings, hooks, access), listener, tls, room)

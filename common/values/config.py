@@ -4,9 +4,9 @@ Frozen: values discovered at run time (ports, block counts) are arguments of who
 """
 
 import secrets
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "int8", "fp8_e4m3"]
@@ -131,7 +131,13 @@ class RouterSettings(BaseModel):
     worker_silence_s: float = Field(4.0, gt=0, description="a worker that says nothing for so long is lost")
     # Longer than `pdserve up` takes to replace a worker with a small model: 4 s at rest, 9 s measured on busy cores.
     pair_grace_s: float = Field(15.0, ge=0, description="how long requests wait when the last fitting worker is gone")
-    max_body_bytes: int = Field(1 << 20, ge=1)
+    max_body_bytes: int | None = Field(
+        None, ge=1, description="of a request; not set = by the model's context, 1 MiB at least"
+    )
+    allowed_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s*]+)$")], ...] = Field(
+        (),
+        description='sites whose pages may call the API, as "https://app.example,https://b.example"; "*" = every one',
+    )
     max_connections: int = Field(4096, ge=1, description="open connections of clients, of each of the two APIs")
     sse_keep_alive_s: float = Field(15.0, gt=0)
     drain_grace_s: float = Field(5.0, ge=0, description="time that running requests get to finish on shutdown")
@@ -144,6 +150,12 @@ class RouterSettings(BaseModel):
     keep_requests: int = Field(1000, ge=0, description="finished requests kept for /admin/v1/requests")
     cert_file: str = Field("", description="PEM certificate that clients of both APIs see; empty = no TLS")
     key_file: str = Field("", description="its private key, PEM")
+
+    @field_validator("allowed_origins", mode="before")
+    @classmethod
+    def _split(cls, origins: object) -> object:
+        """The environment and flags have text only."""
+        return [each.strip() for each in origins.split(",") if each.strip()] if isinstance(origins, str) else origins
 
     @model_validator(mode="after")
     def _has_certificate_and_key(self) -> "RouterSettings":

@@ -4,6 +4,10 @@ Both front ends go by these numbers. A limit that an operator sets (body size, d
 length) is in `RouterConfig` or the model; what stands here is what no operator needs to change.
 """
 
+# Bodies may be as large as the text of a prompt that fills the model's context: a token's text in JSON is rarely longer
+# (12 bytes for an escaped letter of another script, 16 for a run of spaces in a program).
+BODY_BYTES_PER_TOKEN = 64
+MIN_BODY_BYTES = 1 << 20
 # JSON nests this deep at most; the schema itself needs five levels.
 MAX_JSON_DEPTH = 32
 # A gRPC message beyond the body limit is still received, up to this factor, so that it is refused with a clear

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from common.checkpoint import Checkpoint
 from common.values.config import ModelConfig
+from router.request import limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,11 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     generation_defaults: Mapping[str, float | int]
     created_s: int = 0  # Unix time, for the model card
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of a request, unless the operator says otherwise: a prompt within the context does not fail on it."""
+        return max(limits.MIN_BODY_BYTES, self.max_model_len * limits.BODY_BYTES_PER_TOKEN)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: ModelConfig, created_s: int) -> "ServedModel":

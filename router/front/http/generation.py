@@ -44,6 +44,7 @@ _CLIENT_CLOSED_REQUEST = 499
 class HttpSettings:
     max_body_bytes: int
     keep_alive_s: float
+    allowed_origins: Sequence[str] = ()
 
 
 @dataclass(slots=True)

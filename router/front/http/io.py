@@ -158,4 +158,4 @@ async def _discard(request: Request) -> None:
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body is larger than {max_bytes} bytes")
+    return BodyTooLarge(f"the body is larger than {max_bytes} bytes (router.max_body_bytes)")

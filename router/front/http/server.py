@@ -4,11 +4,12 @@ Nothing is derived from a schema at run time, and no page of the framework's own
 generate are answered without the framework: its layers would be called again for every event of a stream.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,6 +28,12 @@ from router.tenants.access import Access, Need
 _Route = tuple[str, Endpoint, Need, tuple[str, ...]]
 # Its spans would hold paths and exceptions; ours are written where we know what is in them.
 _NO_FRAMEWORK_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
+# A page may read those of a few plain kinds, and these.
+_EXPOSED_HEADERS = [
+    *(REQUEST_ID_HEADER, "retry-after", "retry-after-ms", "server-timing", "x-pdserve-cached-tokens"),
+    *("x-pdserve-decode-worker", "x-pdserve-prefill-worker"),
+    *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
+]
 _ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -48,7 +55,8 @@ def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks, acc
         Route(path, answer(endpoint, need), methods=list(methods)) for path, endpoint, need, methods in routes
     )
     app.add_exception_handler(HTTPException, _http_error)
-    return _Application(app, {path: answer(endpoint, need) for path, endpoint, need, _ in generation_routes})
+    application = _Application(app, {path: answer(endpoint, need) for path, endpoint, need, _ in generation_routes})
+    return _OpenToSites(application, settings.allowed_origins) if settings.allowed_origins else application
 
 
 class _Application:
@@ -65,6 +73,25 @@ class _Application:
             return
         response = await endpoint(Request(scope, receive, send))
         await response(scope, receive, send)
+
+
+class _OpenToSites:
+    """For pages of other sites in a browser: their preflights are answered here, without a key, and what they ask is
+    answered with the headers that let them read it. Never the administration."""
+
+    def __init__(self, app: ASGIApp, allowed_origins: Sequence[str]) -> None:
+        self._app = app
+        self._open_app = CORSMiddleware(
+            app,
+            allow_origins=list(allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_EXPOSED_HEADERS,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] == "http" and not scope["path"].startswith(("/admin/", "/ui"))
+        await (self._open_app if is_open else self._app)(scope, receive, send)
 
 
 def _generation_routes(generation: GenerationEndpoints) -> list[_Route]:

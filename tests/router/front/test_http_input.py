@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest_asyncio
 
 from router.core.generation import GenerationRequest
 from router.request import limits
-from tests.router.front.http_rig import HttpRig, http_rig, ids
+from tests.router.front.http_rig import MODEL, SETTINGS, HttpRig, http_rig, ids
 from tests.router.front.scripted_service import ScriptedService, always
 
 USER = [{"role": "user", "content": "hi"}]
@@ -137,6 +138,26 @@ async def test_prompt_and_output_must_fit_the_context(rig: HttpRig, num_tokens: 
     assert reply.status_code == status
     if status == 400:
         assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+async def test_a_prompt_beyond_the_context_is_told_in_tokens_and_one_within_is_never_too_large(path: str) -> None:
+    model = replace(MODEL, max_model_len=40_000)
+    settings = replace(SETTINGS, max_body_bytes=model.max_body_bytes)
+    assert model.max_body_bytes > 2 << 20
+    async with http_rig(always(ids("ok")), settings, model) as rig:
+        for num_tokens, status in ((39_000, 200), (2_000_000, 200 if path == "/tokenize" else 400)):
+            text = "x" * num_tokens
+            body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+            reply = await rig.post(path, body)
+            assert reply.status_code == status
+            if status == 400:
+                assert reply.json()["error"]["code"] == "context_length_exceeded"
+                assert "the prompt has 2000" in reply.json()["error"]["message"]
+
+
+async def test_a_small_context_still_allows_a_body_of_a_mebibyte() -> None:
+    assert replace(MODEL, max_model_len=512).max_body_bytes == 1 << 20
 
 
 async def test_only_a_default_is_clipped_to_the_context(rig: HttpRig) -> None:
