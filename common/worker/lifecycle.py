@@ -35,6 +35,7 @@ from common.values.ids import BlockHash, RouterId, WorkerRef
 from common.values.messages import Cancel, Drain, Prefill, Reserve, Role, WorkerInfo, WorkerStats
 from common.wire.grpc_options import peer_server_options
 from common.wire.pb import worker_pb2_grpc
+from common.wire.undecodable import RefuseUndecodable
 from common.worker.audit import Audit
 from common.worker.control import RoleChange, RoleChangeFailed, WorkerControl
 from common.worker.loading_progress import shown_loading
@@ -89,7 +90,8 @@ class WorkerContext:
         self.config = config
         self.loaded = loaded
         self.identity = Identity(config.role, config.namespace, config.tls)
-        self.server = grpc.aio.server(interceptors=interceptors(self.identity), options=peer_server_options())
+        guards = (*interceptors(self.identity), RefuseUndecodable())
+        self.server = grpc.aio.server(interceptors=guards, options=peer_server_options())
         self.metrics = metrics
         self.ref = WorkerRef(config.worker_id, secrets.token_hex(8))
         self.streams: RouterStreams  # set before the first message can arrive

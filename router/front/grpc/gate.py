@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.values.errors import InvalidApiKey, PdserveError, RateLimited
 from common.wire.pb import generation_pb2 as pb
+from common.wire.undecodable import refuse_undecodable
 from router.front.grpc.errors import Context, abort
 from router.front.grpc.punctual import punctual
 from router.tenants.access import ADMIN_KEY_HEADER, Access, Need
@@ -60,7 +61,7 @@ class GrpcGate(grpc.GenericRpcHandler):  # type: ignore[misc]  # the package has
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Any]) -> None:
         """What generated code calls on a server."""
         for name, handler in method_handlers.items():
-            self._handlers[f"/{service_name}/{name}"] = punctual(handler)
+            self._handlers[f"/{service_name}/{name}"] = punctual(refuse_undecodable(handler))
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
         """The same handlers once more, without their names."""

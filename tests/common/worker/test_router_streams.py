@@ -30,6 +30,7 @@ from common.wire.convert import (
 )
 from common.wire.grpc_options import channel_options, server_options
 from common.wire.pb import worker_pb2, worker_pb2_grpc
+from common.wire.undecodable import RefuseUndecodable
 from common.worker import router_streams
 from common.worker.audit import AUDIT, Audit
 from common.worker.router_streams import RouterStreams
@@ -74,7 +75,7 @@ class Router:
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Recorder, grpc.aio.Channel]]:
     recorder = Recorder()
-    server = grpc.aio.server(options=server_options())
+    server = grpc.aio.server(interceptors=(RefuseUndecodable(),), options=server_options())
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(recorder.streams, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -226,3 +227,27 @@ async def test_what_was_buffered_in_a_replaced_stream_is_not_heard() -> None:
     second.say(Cancel(ATTEMPT))
     assert await asyncio.wait_for(recorder.messages.get(), 60) == (ROUTER, Cancel(ATTEMPT))
     await new.aclose()
+
+
+async def test_what_cannot_be_decoded_is_refused_without_pythons_words() -> None:
+    """As the only message of Audit, the first of a stream, or after others; the stream's router is lost."""
+    service = "/pdserve.worker.v1.WorkerService"
+    async with serving() as (recorder, channel):
+        audit = channel.unary_unary(f"{service}/Audit")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await audit(b"\xff\xff")
+        errors = [refused.value]
+        hello = router_message_to_pb(RouterHello(ROUTER)).SerializeToString()
+        for messages in ([b"\xff\xff"], [hello, b"\x0a\xff"]):
+            call = channel.stream_stream(f"{service}/Connect")()
+            for message in messages:
+                await call.write(message)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                while await asyncio.wait_for(call.read(), 60) is not grpc.aio.EOF:
+                    pass
+            errors.append(refused.value)
+        assert [(error.code(), error.details()) for error in errors] == [
+            (grpc.StatusCode.INVALID_ARGUMENT, "the message cannot be decoded")
+        ] * 3
+        await connected(channel)
+        assert await asyncio.wait_for(recorder.lost.get(), 60) == ROUTER

@@ -13,6 +13,7 @@ from common.values.errors import Overloaded, WorkerFailed
 from common.values.request import FinishReason
 from common.wire.pb import generation_pb2 as pb
 from router.core.generation import GenerationRequest
+from router.front.grpc.gate import NEEDS
 from router.front.grpc.server import SERVICE_NAME, GrpcServer
 from router.front.ports import PortInUse
 from router.front.service_protocol import Readiness
@@ -386,3 +387,15 @@ async def test_a_port_in_use_is_said_clearly() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(PortInUse, match="--grpc-port"):
             GrpcServer(build_frontend(always([1])), 1000, address, open_access())
+
+
+@pytest.mark.parametrize("method", sorted(NEEDS))
+async def test_a_message_that_cannot_be_decoded_is_an_invalid_argument_on_every_method(method: str) -> None:
+    async with grpc_rig(always(ids("ok"))) as rig:
+        call = rig.channel.stream_stream(method)()
+        await call.write(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await asyncio.wait_for(call.read(), 60)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert refused.value.details() == "the message cannot be decoded"
+        assert await rig.generate(pb.GenerateRequest(prompt="x"))
