@@ -129,7 +129,7 @@ class Frontend:
                     yield update
 
     async def _follow(self, request: ValidRequest, entry: Entry, lease: Lease) -> AsyncGenerator[Update, None]:
-        output = RequestOutput(request, self.tokenizer, self.service)
+        output = RequestOutput(request, self.token_texts, self.service)
         async for event in self.service.submit(request.generation):
             match event:
                 case Accepted():

@@ -10,7 +10,7 @@ from router.front.in_flight import Entry
 from router.front.service_protocol import GenerationService
 from router.request.validation import ValidRequest
 from router.text.choice_text import ChoiceDelta, ChoiceText
-from router.text.tokenizer import PromptTokenizer
+from router.text.token_text import TokenTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ Update = Accepted | Deltas | Summary
 class RequestOutput:
     """The choices of one request as far as they have come."""
 
-    def __init__(self, request: ValidRequest, tokenizer: PromptTokenizer, service: GenerationService) -> None:
+    def __init__(self, request: ValidRequest, token_texts: TokenTexts, service: GenerationService) -> None:
         self._request_id = request.generation.request_id
         self._num_prompt_tokens = len(request.generation.token_ids)
         self._service = service
         self._choices = [
-            ChoiceText(idx, tokenizer.tokenizer, request.generation.token_ids[-8:], request.text)
+            ChoiceText(idx, token_texts, request.generation.token_ids[-8:], request.text)
             for idx in range(request.generation.num_choices)
         ]
         self.accepted: Accepted | None = None

@@ -1,22 +1,24 @@
 """Turns the tokens of one choice into text as they come: detokenizes, and ends the choice at a stop string. No IO.
 
 A token is released together with its text: not while its bytes are half a character, not while its text may become
-a stop string. So the text and the token ids that a client gets always belong together.
+a stop string, but never more than some tokens late. So the text and the token ids that a client gets belong together.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from tokenizers import Tokenizer
+from typing import NamedTuple
 
 from common.values.request import FinishReason, SampledToken, TokenEvent
-from router.text.stop_strings import StopScanner
+from router.text.stop_strings import Scan, StopScanner
+from router.text.token_text import TokenTexts
 
 # No character is longer than four tokens of one byte each; a longer wait means bytes that are no text.
 _MAX_PENDING_TOKENS = 8
 # Enough for decoders that look at the token before (a leading space is dropped at the start of a text only).
 _NUM_CONTEXT_TOKENS = 4
+# A client hears of a token at most so many tokens late, whatever its text waits for.
+_MAX_HELD_TOKENS = 64
 _REPLACEMENT = "\ufffd"
 
 
@@ -50,79 +52,118 @@ class ChoiceDelta:
     tokens: tuple[SampledToken, ...]
     text: str
     end: ChoiceEnd | None = None
+    offsets: tuple[int, ...] = ()  # of each token: where in the choice's text its own begins
 
 
 class Detokenizer:
-    """Incremental: `push` returns only whole characters, `flush` the rest without an incomplete one."""
+    """Incremental: `push` returns only whole characters, `flush` the rest without an incomplete one.
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
+    A U+FFFD in the decoded text may be half a character or one that the model wrote: the tokens' bytes tell.
+    """
+
+    def __init__(self, token_texts: TokenTexts, context: Sequence[int], *, skip_special_tokens: bool) -> None:
+        self._token_texts = token_texts
         self._skip_special_tokens = skip_special_tokens
         self._ids = list(context[-_NUM_CONTEXT_TOKENS:])
         self._num_shown = len(self._ids)
-        self._shown = self._decode(self._ids).rstrip(_REPLACEMENT)
+        self._shown = self._finished()
+        self.is_waiting = False  # for the rest of a character
+
+    def hides(self, token_id: int) -> bool:
+        """The token is no part of the text."""
+        return self._skip_special_tokens and token_id in self._token_texts.special_ids
 
     def push(self, token_id: int) -> str:
         """Text that this token completes, often none."""
+        if self.hides(token_id):
+            return ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        if len(text) <= len(self._shown):
-            return ""
-        if text.endswith(_REPLACEMENT) and len(self._ids) - self._num_shown < _MAX_PENDING_TOKENS:
+        num_pending = len(self._ids) - self._num_shown
+        is_unfinished = text.endswith(_REPLACEMENT) and self._token_texts.num_unfinished(self._ids) > 0
+        self.is_waiting = is_unfinished and num_pending < _MAX_PENDING_TOKENS
+        if self.is_waiting:
             return ""
         new_text = text[len(self._shown) :]
-        self._ids = self._ids[self._num_shown :]
-        self._num_shown = len(self._ids)
-        self._shown = self._decode(self._ids)
+        if new_text:
+            self._ids = self._ids[self._num_shown :]
+            self._num_shown = len(self._ids)
+            self._shown = self._decode(self._ids)
+        elif num_pending >= _MAX_PENDING_TOKENS:
+            del self._ids[self._num_shown]  # tokens without text: nothing that follows needs so many of them
         return new_text
 
     def flush(self) -> str:
         """The end of the text. Half a character at the very end is no text."""
-        return self._decode(self._ids)[len(self._shown) :].rstrip(_REPLACEMENT)
+        return self._finished()[len(self._shown) :]
+
+    def _finished(self) -> str:
+        """The text of the tokens without half a character at its end."""
+        ids, num_unfinished = list(self._ids), 0
+        if self._decode(ids).endswith(_REPLACEMENT):
+            num_unfinished = self._token_texts.num_unfinished(ids)
+        while num_unfinished and len(self._token_texts.raw(ids[-1])) <= num_unfinished:
+            num_unfinished -= len(self._token_texts.raw(ids.pop()))
+        text = self._decode(ids)
+        return text.removesuffix(_REPLACEMENT) if num_unfinished else text
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
+        return str(self._token_texts.tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
+
+
+class _Entry(NamedTuple):
+    """A token in the queue. Places are counted in characters: `offset` in the text that the client sees."""
+
+    token: SampledToken
+    offset: int
+    end: int  # of its text, hidden text included
 
 
 class _TokenQueue:
-    """Tokens in order, each with the end of its text; a token leaves when all its text is shown."""
+    """Tokens in order, each with its place in the text; a token leaves when all its text is shown."""
 
     def __init__(self) -> None:
-        self._unresolved: list[SampledToken] = []  # their text is not complete yet
-        self._resolved: deque[tuple[int, SampledToken]] = deque()
+        self._unresolved: list[tuple[SampledToken, int]] = []  # their text is not complete yet
+        self._resolved: deque[_Entry] = deque()
         self._num_chars = 0
+        self._num_visible = 0
 
-    def push(self, token: SampledToken, new_text: str) -> None:
-        self._unresolved.append(token)
-        if new_text:
-            self._num_chars += len(new_text)
-            self._resolved.extend((self._num_chars, waiting) for waiting in self._unresolved)
+    def push(self, token: SampledToken, text: str, hidden_text: str, *, is_waiting: bool) -> None:
+        """`text` is the client's, `hidden_text` for stop strings only; with `is_waiting` more of `text` is to come."""
+        self._unresolved.append((token, self._num_visible))
+        self._num_visible += len(text)
+        self._num_chars += len(text) + len(hidden_text)
+        if not is_waiting or len(self._unresolved) > _MAX_HELD_TOKENS:
+            self._resolved.extend(_Entry(*waiting, self._num_chars) for waiting in self._unresolved)
             self._unresolved.clear()
 
-    def take(self, num_held_chars: int) -> tuple[SampledToken, ...]:
-        """Tokens whose text is shown when the last `num_held_chars` are not."""
-        tokens = []
-        while self._resolved and self._resolved[0][0] <= self._num_chars - num_held_chars:
-            tokens.append(self._resolved.popleft()[1])
-        return tuple(tokens)
+    def take(self, num_held_chars: int) -> list[_Entry]:
+        """Tokens whose text is shown when the last `num_held_chars` are not. Of very many all but the last leave."""
+        entries = []
+        limit = self._num_chars - num_held_chars
+        while self._resolved and (self._resolved[0].end <= limit or len(self._resolved) > _MAX_HELD_TOKENS):
+            entries.append(self._resolved.popleft())
+        return entries
 
-    def take_all(self) -> tuple[SampledToken, ...]:
-        tokens = (*(token for _, token in self._resolved), *self._unresolved)
+    def take_all(self) -> list[_Entry]:
+        entries = [*self._resolved, *(_Entry(*waiting, self._num_chars) for waiting in self._unresolved)]
         self._resolved.clear()
         self._unresolved.clear()
-        return tokens
+        return entries
 
 
 class ChoiceText:
     """One choice of a request, from its first token to its end. Tokens after the end are ignored."""
 
-    def __init__(self, choice_idx: int, tokenizer: Tokenizer, context: Sequence[int], options: TextOptions) -> None:
+    def __init__(self, choice_idx: int, token_texts: TokenTexts, context: Sequence[int], options: TextOptions) -> None:
         self._choice_idx = choice_idx
         self._options = options
+        self._token_texts = token_texts
         self._needs_text = options.return_text or bool(options.stops)
-        self._detokenizer = Detokenizer(tokenizer, context, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = Detokenizer(token_texts, context, skip_special_tokens=options.skip_special_tokens)
         self._scanner = StopScanner(options.stops, include_stop=options.include_stop)
         self._queue = _TokenQueue()
+        self._num_given_chars = 0
         self.num_tokens = 0
         self.is_ended = False
 
@@ -134,9 +175,9 @@ class ChoiceText:
         self.num_tokens += 1
         if not self._needs_text:
             return self._without_text(event)
-        new_text = self._new_text(event)
-        self._queue.push(event.token, new_text)
-        return self._show(event, new_text)
+        text, hidden_text = self._texts(event)
+        self._queue.push(event.token, text, hidden_text, is_waiting=self._detokenizer.is_waiting)
+        return self._show(event, self._scan(text, hidden_text))
 
     def abort(self) -> ChoiceDelta | None:
         """End the choice where it is; what was held is shown."""
@@ -145,24 +186,36 @@ class ChoiceText:
         tail = self._scanner.flush() + self._detokenizer.flush() if self._needs_text else ""
         return self._ended(tail, ChoiceEnd(None, self.num_tokens), self._queue.take_all())
 
-    def _show(self, event: TokenEvent, new_text: str) -> ChoiceDelta | None:
-        scan = self._scanner.push(new_text, may_stop=self.num_tokens >= self._options.min_tokens)
+    def _scan(self, text: str, hidden_text: str) -> Scan:
+        may_stop = self.num_tokens >= self._options.min_tokens
+        scan = self._scanner.push(text, may_stop=may_stop)
+        if scan.matched is not None or not hidden_text:
+            return scan
+        hidden = self._scanner.push(hidden_text, may_stop=may_stop, is_shown=False)
+        return Scan(scan.text + hidden.text, hidden.matched)
+
+    def _show(self, event: TokenEvent, scan: Scan) -> ChoiceDelta | None:
         if scan.matched is not None:
             end = ChoiceEnd(FinishReason.STOP, self.num_tokens, stop_string=scan.matched)
             return self._ended(scan.text, end, self._queue.take_all())
         if event.finish_reason is not None:
             text = scan.text + self._scanner.flush()
             return self._ended(text, self._end_of(event), self._queue.take_all())
-        tokens = self._queue.take(self._scanner.num_held)
-        return self._delta(tokens, scan.text) if tokens or scan.text else None
+        entries = self._queue.take(self._scanner.num_held)
+        return self._delta(entries, scan.text) if entries or scan.text else None
 
-    def _new_text(self, event: TokenEvent) -> str:
-        """Text that the token completes; the last token also ends whatever was incomplete."""
-        if event.finish_reason is None:
-            return self._detokenizer.push(event.token.token_id)
-        if event.finish_reason is FinishReason.STOP and not self._options.include_stop:
-            return self._detokenizer.flush()  # a stop token is no part of the text
-        return self._detokenizer.push(event.token.token_id) + self._detokenizer.flush()
+    def _texts(self, event: TokenEvent) -> tuple[str, str]:
+        """Text that the token completes, and text that it only spells: stop strings may hold special tokens.
+
+        The last token also ends whatever was incomplete; a token that ends the choice is no part of the text.
+        """
+        token_id, is_stop = event.token.token_id, event.finish_reason is FinishReason.STOP
+        is_hidden = self._detokenizer.hides(token_id) or (is_stop and not self._options.include_stop)
+        is_spelled = is_hidden and token_id in self._token_texts.special_ids and bool(self._options.stops)
+        text = "" if is_hidden else self._detokenizer.push(token_id)
+        if event.finish_reason is not None:
+            text += self._detokenizer.flush()
+        return text, self._token_texts.text(token_id) if is_spelled else ""
 
     def _end_of(self, event: TokenEvent) -> ChoiceEnd:
         token_id = event.token.token_id
@@ -170,13 +223,17 @@ class ChoiceText:
         return ChoiceEnd(event.finish_reason, self.num_tokens, stop_token_id=token_id if is_stop_token else None)
 
     def _without_text(self, event: TokenEvent) -> ChoiceDelta:
+        entries = [_Entry(event.token, 0, 0)]
         if event.finish_reason is not None:
-            return self._ended("", self._end_of(event), (event.token,))
-        return self._delta((event.token,), "")
+            return self._ended("", self._end_of(event), entries)
+        return self._delta(entries, "")
 
-    def _delta(self, tokens: tuple[SampledToken, ...], text: str, end: ChoiceEnd | None = None) -> ChoiceDelta:
-        return ChoiceDelta(self._choice_idx, tokens, text if self._options.return_text else "", end)
+    def _delta(self, entries: Sequence[_Entry], text: str, end: ChoiceEnd | None = None) -> ChoiceDelta:
+        text = text if self._options.return_text else ""
+        self._num_given_chars += len(text)
+        offsets = tuple(min(entry.offset, self._num_given_chars) for entry in entries)
+        return ChoiceDelta(self._choice_idx, tuple(entry.token for entry in entries), text, end, offsets)
 
-    def _ended(self, text: str, end: ChoiceEnd, tokens: tuple[SampledToken, ...]) -> ChoiceDelta:
+    def _ended(self, text: str, end: ChoiceEnd, entries: Sequence[_Entry]) -> ChoiceDelta:
         self.is_ended = True
-        return self._delta(tokens, text, end)
+        return self._delta(entries, text, end)

@@ -26,28 +26,36 @@ class StopScanner:
         self._include_stop = include_stop
         self._states = [0] * len(self._stops)
         self._held = ""
+        self._is_shown: list[bool] = []  # by character held; empty while all of them are
 
     @property
     def num_held(self) -> int:
         """Characters held back."""
         return len(self._held)
 
-    def push(self, piece: str, *, may_stop: bool = True) -> Scan:
-        """Take the next piece. With `may_stop` false (min_tokens) a complete stop string is passed over."""
+    def push(self, piece: str, *, may_stop: bool = True, is_shown: bool = True) -> Scan:
+        """Take the next piece. With `may_stop` false (min_tokens) a complete stop string is passed over.
+
+        A piece that is not shown (a special token) counts for stop strings and is no part of what is returned.
+        """
         if not self._stops:
-            return Scan(piece)
+            return Scan(piece if is_shown else "")
+        if not is_shown or self._is_shown:
+            self._is_shown = [*(self._is_shown or [True] * len(self._held)), *[is_shown] * len(piece)]
         text = self._held + piece
         for idx in range(len(self._held), len(text)):
             stop = self._advance(text[idx])
             if stop is not None and may_stop:
                 return self._matched(text[: idx + 1], stop)
         num_held = max(self._states)
-        shown, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
+        num_free = len(text) - num_held
+        shown, self._held = self._visible(text[:num_free]), text[num_free:]
+        self._is_shown = [] if all(self._is_shown[num_free:]) else self._is_shown[num_free:]
         return Scan(shown)
 
     def flush(self) -> str:
         """What was held, once no more text comes."""
-        held, self._held = self._held, ""
+        held, self._held = self._visible(self._held), ""
         return held
 
     def _advance(self, char: str) -> str | None:
@@ -64,7 +72,14 @@ class StopScanner:
 
     def _matched(self, text: str, stop: str) -> Scan:
         self._held = ""
-        return Scan(text if self._include_stop else text[: len(text) - len(stop)], stop)
+        before = self._visible(text[: len(text) - len(stop)])
+        return Scan(before + stop if self._include_stop else before, stop)
+
+    def _visible(self, text: str) -> str:
+        """Of the beginning of what is held and taken, what may be shown."""
+        if not self._is_shown:
+            return text
+        return "".join(char for char, is_shown in zip(text, self._is_shown, strict=False) if is_shown)
 
 
 def _next_state(stop: str, failure: list[int], state: int, char: str) -> int:

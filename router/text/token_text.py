@@ -1,11 +1,13 @@
-"""Text and bytes of single tokens, as logprobs show them. Pure: no IO.
+"""Text and bytes of single tokens. Pure: no IO.
 
-One token need not be whole characters: "é" may be two tokens of one byte each. Such a token is shown as
-`bytes:\\xc3`, and its exact bytes are given beside it.
+One token need not be whole characters: "é" may be two tokens of one byte each. Logprobs show such
+a token as `bytes:\\xc3`, with its exact bytes beside it.
 """
 
+import codecs
 import json
 import re
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
@@ -16,9 +18,9 @@ class TokenTexts:
     """Token id -> (text, bytes), computed once per id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._is_byte_level = _uses_byte_level(tokenizer)
-        self._special_ids = {idx for idx, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = {idx for idx, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._cache: dict[int, tuple[str, bytes]] = {}
 
     def text(self, token_id: int) -> str:
@@ -29,6 +31,12 @@ class TokenTexts:
         """The token's exact bytes."""
         return self._entry(token_id)[1]
 
+    def num_unfinished(self, token_ids: Sequence[int]) -> int:
+        """Bytes at the end of these tokens, three at most, that are the beginning of a character and not all of it."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        decoder.decode(b"".join(map(self.raw, token_ids)))
+        return len(decoder.getstate()[0])
+
     def _entry(self, token_id: int) -> tuple[str, bytes]:
         entry = self._cache.get(token_id)
         if entry is None:
@@ -37,10 +45,10 @@ class TokenTexts:
         return entry
 
     def _bytes(self, token_id: int) -> bytes:
-        piece = self._tokenizer.id_to_token(token_id)
+        piece = self.tokenizer.id_to_token(token_id)
         if piece is None:  # the model's vocabulary may be padded beyond the tokenizer's
             return b""
-        if token_id in self._special_ids:
+        if token_id in self.special_ids:
             return piece.encode()
         if self._is_byte_level:
             return b"".join(_BYTE_OF_CHAR.get(char) or char.encode() for char in piece)

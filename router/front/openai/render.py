@@ -37,11 +37,13 @@ class WholeChoice:
     index: int
     texts: list[str] = field(default_factory=list)
     tokens: list[SampledToken] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
     end: ChoiceEnd | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         self.texts.append(delta.text)
         self.tokens += delta.tokens
+        self.offsets += delta.offsets
         self.end = delta.end or self.end
 
 
@@ -120,7 +122,6 @@ class CompletionRenderer:
     def __init__(self, options: RenderOptions, token_texts: TokenTexts) -> None:
         self._options = options
         self._token_texts = token_texts
-        self._text_offsets: dict[int, int] = {}  # by choice: where its next token's text begins
 
     def opening(self, index: int, echo_text: str) -> list[AnyChoice]:
         return [CompletionChoice(index, echo_text, None, None, None)] if echo_text else []
@@ -129,7 +130,7 @@ class CompletionRenderer:
         return CompletionChoice(
             index,
             delta.text,
-            self._logprobs(index, delta.tokens),
+            self._logprobs(delta.tokens, delta.offsets),
             finish_reason_of(delta.end),
             stop_reason_of(delta.end),
             token_ids_of(delta.tokens, self._options),
@@ -139,23 +140,18 @@ class CompletionRenderer:
         return CompletionChoice(
             choice.index,
             "".join(choice.texts),
-            self._logprobs(choice.index, choice.tokens),
+            self._logprobs(choice.tokens, choice.offsets),
             finish_reason_of(choice.end),
             stop_reason_of(choice.end),
             token_ids_of(choice.tokens, self._options),
         )
 
-    def _logprobs(self, index: int, tokens: Sequence[SampledToken]) -> CompletionLogprobs | None:
+    def _logprobs(self, tokens: Sequence[SampledToken], offsets: Sequence[int]) -> CompletionLogprobs | None:
         if not self._options.has_logprobs:
             return None
         texts = [self._token_texts.text(token.token_id) for token in tokens]
-        offsets = [self._text_offsets.get(index, 0)]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
-        self._text_offsets[index] = offsets[-1]
-        return CompletionLogprobs(
-            texts, [_finite(token.logprob) for token in tokens], self._top_logprobs(tokens), offsets[:-1]
-        )
+        logprobs = [_finite(token.logprob) for token in tokens]
+        return CompletionLogprobs(texts, logprobs, self._top_logprobs(tokens), list(offsets))
 
     def _top_logprobs(self, tokens: Sequence[SampledToken]) -> list[dict[str, float]] | None:
         num_top = self._options.num_top_logprobs

@@ -141,7 +141,7 @@ def test_threads_share_the_tokenizer(tokenizer: PromptTokenizer) -> None:
     expected = [(chat(tokenizer, text), tokenizer.encode(text)) for text in texts]
 
     def work(_: int) -> bool:
-        detokenizer = Detokenizer(tokenizer.tokenizer, (), skip_special_tokens=False)
+        detokenizer = Detokenizer(TokenTexts(tokenizer.tokenizer), (), skip_special_tokens=False)
         streamed = "".join(detokenizer.push(token_id) for token_id in expected[1][1])
         results = [(chat(tokenizer, text), tokenizer.encode(text)) for text in texts]
         return results == expected and streamed == tokenizer.decode(expected[1][1])
@@ -173,6 +173,6 @@ def test_golden_prompts_are_tokenized_as_the_reference_does(demo_model: Path) ->
 def test_detokenizing_golden_outputs_gives_the_reference_text(demo_model: Path) -> None:
     tokenizer = PromptTokenizer.of(open_checkpoint(demo_model))
     for row in json.loads(GOLDEN_FILE.read_text()):
-        detokenizer = Detokenizer(tokenizer.tokenizer, row["prompt_token_ids"], skip_special_tokens=True)
+        detokenizer = Detokenizer(TokenTexts(tokenizer.tokenizer), row["prompt_token_ids"], skip_special_tokens=True)
         text = "".join(map(detokenizer.push, row["output_token_ids"])) + detokenizer.flush()
         assert text == row["output_text"], row["id"]
