@@ -23,6 +23,11 @@ LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA_LAYER_NAMES = LAYER_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -42,7 +47,8 @@ def write_tiny_gguf(
     `tensors_per_part` the model is split, and the first part is returned.
     """
     config = json.loads((source / "config.json").read_text())
-    writer = gguf.GGUFWriter(target, config["model_type"], split_max_tensors=tensors_per_part)
+    architecture = config["model_type"].removesuffix("_text")
+    writer = gguf.GGUFWriter(target, architecture, split_max_tensors=tensors_per_part)
     _add_shape(writer, config)
     _add_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
     writer.add_chat_template((source / "chat_template.jinja").read_text())
@@ -54,7 +60,7 @@ def write_tiny_gguf(
     for name, tensor in load_file(source / "model.safetensors").items():
         raw = next((value for part, value in replaced.items() if part in name), None)
         if raw is not None:
-            writer.add_tensor(_gguf_name(name), raw[0], raw_dtype=raw[1])
+            writer.add_tensor(_gguf_name(name, LAYER_NAMES), raw[0], raw_dtype=raw[1])
         elif name not in drop:
             _add_tensor(writer, name, tensor, config, quant)
     writer.write_header_to_file()
@@ -93,6 +99,10 @@ def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_key_length(config["head_dim"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config["model_type"] == "gemma3_text":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern(config["sliding_window_pattern"])
+        writer.add_float32("gemma3.rope.freq_base_swa", config["rope_local_base_freq"])
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None:
@@ -118,19 +128,22 @@ def _add_tensor(
     num_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     if config["model_type"] == "llama" and stem.split(".")[-1] in num_heads:
         tensor = _permute(tensor, num_heads[stem.split(".")[-1]])
-    gguf_name = _gguf_name(name)
+    is_gemma = config["model_type"] == "gemma3_text"
+    gguf_name = _gguf_name(name, GEMMA_LAYER_NAMES if is_gemma else LAYER_NAMES)
+    if is_gemma and tensor.ndim == 1:
+        tensor = tensor + 1
     if quant is None or tensor.ndim < 2:
         writer.add_tensor(gguf_name, tensor)
     else:
         writer.add_tensor(gguf_name, gguf.quants.quantize(tensor, quant), raw_dtype=quant)
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, layer_names: Mapping[str, str]) -> str:
     stem, kind = name.rsplit(".", 1)
     if not stem.startswith("model.layers."):
         return f"{TOP_NAMES[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{LAYER_NAMES[part]}.{kind}"
+    return f"blk.{layer}.{layer_names[part]}.{kind}"
 
 
 def _permute(weight: np.ndarray, num_heads: int) -> np.ndarray:

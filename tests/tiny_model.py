@@ -26,13 +26,18 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+# Every third layer sees all tokens, the others five.
+GEMMA3_FIELDS = {
+    **{"sliding_window": 5, "sliding_window_pattern": 3, "query_pre_attn_scalar": 12, "rope_local_base_freq": 100.0},
+    **{"hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": None, "final_logit_softcapping": None},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
     """What to write. `head_dim` is 16 and GQA has two query heads per KV head."""
 
-    architecture: str = "llama"  # llama, qwen2, qwen3
+    architecture: str = "llama"  # llama, qwen2, qwen3, gemma3
     num_layers: int = 2
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -78,10 +83,10 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _config(model: TinyModel) -> dict[str, Any]:
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model.architecture]
-    return {
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}[model.architecture]
+    return (GEMMA3_FIELDS if model.architecture == "gemma3" else {}) | {
         "architectures": [f"{name}ForCausalLM"],
-        "model_type": model.architecture,
+        "model_type": "gemma3_text" if model.architecture == "gemma3" else model.architecture,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
@@ -128,9 +133,14 @@ def _tensors(model: TinyModel) -> dict[str, torch.Tensor]:
         if model.architecture == "qwen2":
             sizes = {"q": q_size, "k": kv_size, "v": kv_size}
             tensors |= {f"{prefix}.self_attn.{n}_proj.bias": randn(size, std=0.5) for n, size in sizes.items()}
+        if model.architecture == "gemma3":
+            places = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+            tensors |= {f"{prefix}.{place}_layernorm.weight": randn(hidden, std=0.1) for place in places}
+            tensors |= {f"{prefix}.self_attn.{n}_norm.weight": randn(model.head_dim, std=0.1) for n in "qk"}
         if model.architecture == "qwen3":
             tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(model.head_dim, std=0.1) for n in "qk"}
-    tensors["model.norm.weight"] = 1 + randn(hidden, std=0.1)
+    # the weights of Gemma's norms stand for what is added to one
+    tensors["model.norm.weight"] = randn(hidden, std=0.1) + (0 if model.architecture == "gemma3" else 1)
     if not model.tie_embeddings:
         tensors["lm_head.weight"] = linear(model.vocab_size, hidden, gain=3.0)
     return tensors

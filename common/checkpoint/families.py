@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from common.checkpoint.layers import AttentionOptions, LayerSpec, Rope
+from common.checkpoint.layers import POST_NORMS, PRE_NORMS, Activation, AttentionOptions, LayerSpec, Rope
 from common.checkpoint.spec import CheckpointError, ModelSpec
 
 # Part of a layer -> its weight's name under `model.layers.N`, without ".weight".
@@ -26,6 +26,14 @@ LLAMA_NAMES: Mapping[str, str] = MappingProxyType(
         "down": "mlp.down_proj",
     }
 )
+GEMMA_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **LLAMA_NAMES,
+        "after_attention": "post_attention_layernorm",
+        "before_mlp": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,12 @@ class Family:
     change: Callable[[LayerSpec], LayerSpec] = lambda layer: layer
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
     has_permuted_gguf: bool = False  # GGUF stores rows of q and k permuted for interleaved RoPE
+    hf_norm_offset: float = 0.0  # norms of Hugging Face files multiply by this plus the weight; in GGUF it is added
+    activation: Activation = "silu"
+
+
+def _gemma3(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, norms=(*PRE_NORMS, *POST_NORMS), qk_norm="head")
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -43,6 +57,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "llama": Family(("LlamaForCausalLM", "MistralForCausalLM"), has_permuted_gguf=True),
         "qwen2": Family(("Qwen2ForCausalLM",), lambda layer: replace(layer, qkv_bias=True)),
         "qwen3": Family(("Qwen3ForCausalLM",), lambda layer: replace(layer, qk_norm="head")),
+        "gemma3": Family(("Gemma3ForCausalLM",), _gemma3, GEMMA_NAMES, hf_norm_offset=1.0, activation="gelu_tanh"),
     }
 )
 
@@ -56,12 +71,14 @@ def family_of(spec: ModelSpec) -> Family:
 
 def layers_of(spec: ModelSpec) -> tuple[LayerSpec, ...]:
     """The model's layers, first to last."""
-    change = family_of(spec).change
+    family = family_of(spec)
     windows = spec.windows or (0,) * spec.num_layers
-    return tuple(change(_plain_layer(spec, window)) for window in windows)
+    return tuple(family.change(_plain_layer(spec, window, family.activation)) for window in windows)
 
 
-def _plain_layer(spec: ModelSpec, window: int) -> LayerSpec:
+def _plain_layer(spec: ModelSpec, window: int, activation: Activation) -> LayerSpec:
+    rope = spec.window_rope if window and spec.window_rope is not None else Rope(spec.rope_theta, spec.rope_scaling)
+    scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
     return LayerSpec(
         hidden_size=spec.hidden_size,
         num_heads=spec.num_heads,
@@ -69,6 +86,7 @@ def _plain_layer(spec: ModelSpec, window: int) -> LayerSpec:
         head_dim=spec.head_dim,
         intermediate_size=spec.intermediate_size,
         norm_eps=spec.rms_norm_eps,
-        rope=Rope(spec.rope_theta, spec.rope_scaling),
-        attention=AttentionOptions(spec.head_dim**-0.5, window, spec.attention_soft_cap),
+        rope=rope,
+        attention=AttentionOptions(scale, window, spec.attention_soft_cap),
+        activation=activation,
     )

@@ -1,6 +1,7 @@
 """Reads what a GGUF model says about itself: shape, tensors, tokenizer, chat template."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,24 +9,20 @@ from typing import Any
 from common.checkpoint.checkpoint import Checkpoint
 from common.checkpoint.digest import digest_files
 from common.checkpoint.families import FAMILIES
+from common.checkpoint.gemma3 import NUM_LAYERS_27B, gemma3_of_gguf
 from common.checkpoint.gguf_files import GgufFiles, gguf_served_name, read_gguf_files
 from common.checkpoint.gguf_rope import read_gguf_rope
 from common.checkpoint.gguf_tokenizer import TEMPLATE_NAMES, build_tokenizer, read_vocabulary, tokenizer_digest
 from common.checkpoint.spec import CheckpointError, ModelSpec
 from common.checkpoint.tensors import StoredTensor, check_tensors
 
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+# Name in GGUF -> part of a layer, as `Family.names` has it.
+LAYER_PARTS = {
+    **{"attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "output"},
+    **{"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"},
+    **{"ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"},
+    **{"attn_norm": "before_attention", "post_attention_norm": "after_attention"},
+    **{"ffn_norm": "before_mlp", "post_ffw_norm": "after_mlp"},
 }
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_FREQUENCIES = "rope_freqs.weight"
@@ -42,19 +39,21 @@ def open_gguf(path: Path) -> Checkpoint:
         raise error if text.startswith(str(path.parent)) else CheckpointError(f"{path}: {text}") from error
 
 
-def huggingface_name(gguf_name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight"""
+def huggingface_name(gguf_name: str, names: Mapping[str, str]) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight. `names`: `Family.names`."""
     stem, _, kind = gguf_name.rpartition(".")
     if stem.startswith("blk.") and stem.count(".") >= 2:
         _, layer, part = stem.split(".", 2)
-        return f"model.layers.{layer}.{LAYER_NAMES.get(part, part)}.{kind}"
+        return f"model.layers.{layer}.{names.get(LAYER_PARTS.get(part, ''), part)}.{kind}"
     return f"{NAMES.get(stem, stem)}.{kind}"
 
 
 def _open(path: Path, files: GgufFiles) -> Checkpoint:
     metadata = files.metadata
     spec = _spec(files)
-    tensors = {huggingface_name(name): tensor for name, tensor in files.tensors.items() if name != ROPE_FREQUENCIES}
+    names = FAMILIES[spec.architecture].names
+    found = {name: tensor for name, tensor in files.tensors.items() if name != ROPE_FREQUENCIES}
+    tensors = {huggingface_name(name, names): tensor for name, tensor in found.items()}
     check_tensors(path, spec, tensors)
     vocabulary = read_vocabulary(metadata)
     if len(vocabulary.tokens) > spec.vocab_size:
@@ -94,7 +93,8 @@ def _spec(files: GgufFiles) -> ModelSpec:
     if architecture not in FAMILIES:
         raise CheckpointError(f"architecture {architecture!r} is not one of {', '.join(FAMILIES)}")
     for name in UNSUPPORTED:
-        if files.metadata.get(f"{architecture}.{name}"):
+        is_read = architecture == "gemma3" and name == "attention.sliding_window"
+        if files.metadata.get(f"{architecture}.{name}") and not is_read:
             raise CheckpointError(f"{architecture}.{name} is not supported; use the Hugging Face directory")
     for name in ("token_embd.weight", "output_norm.weight"):
         if name not in files.tensors:
@@ -114,9 +114,10 @@ def _spec_of(architecture: str, files: GgufFiles) -> ModelSpec:
     epsilon = files.metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon")
     if not isinstance(epsilon, float):
         raise CheckpointError(f"{architecture}.attention.layer_norm_rms_epsilon should be a number, got {epsilon!r}")
-    return ModelSpec(
+    num_layers = integer("block_count")
+    spec = ModelSpec(
         architecture=architecture,
-        num_layers=integer("block_count"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=integer("attention.head_count_kv", num_heads),
@@ -129,6 +130,10 @@ def _spec_of(architecture: str, files: GgufFiles) -> ModelSpec:
         rms_norm_eps=epsilon,
         tie_embeddings="output.weight" not in files.tensors,
     )
+    if architecture != "gemma3":
+        return spec
+    head_width = hidden_size // num_heads if num_layers == NUM_LAYERS_27B else head_dim
+    return replace(spec, **gemma3_of_gguf(files.metadata, num_layers, hidden_size, head_width))
 
 
 def _integer(metadata: Mapping[str, Any], key: str, absent: int | None) -> int:

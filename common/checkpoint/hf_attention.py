@@ -1,7 +1,7 @@
 """Which layers of a Hugging Face model attend to a window only. Pure.
 
 The rules are transformers': `layer_types` decides where it is given; else every layer of Mistral has the window, and
-the layers of Qwen from `max_window_layers` on when `use_sliding_window` is set.
+the layers of Qwen from `max_window_layers` on when `use_sliding_window` is set, those of Gemma 3 by a pattern.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ from typing import Any
 from common.checkpoint.spec import CheckpointError
 
 Config = Mapping[str, Any]
-ABSENT_WINDOW = 4096  # what transformers takes where the field is absent, but for Llama
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -19,12 +18,17 @@ def layer_windows(config: Config, num_layers: int) -> tuple[int, ...]:
     has_window = _layers_with_window(config, num_layers)
     if not any(has_window):
         return ()
-    window = config.get("sliding_window", ABSENT_WINDOW)
+    window = config.get("sliding_window")
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise CheckpointError(f"config.json: sliding_window should be a positive integer, got {window!r}")
     if window >= config.get("max_position_embeddings", 0):
         return ()  # no token is ever behind it
     return tuple(window if has else 0 for has in has_window)
+
+
+def windows_by_pattern(num_layers: int, window: int, pattern: int) -> tuple[int, ...]:
+    """The last of every `pattern` layers sees all tokens, the others see `window`."""
+    return tuple(window if (idx + 1) % pattern else 0 for idx in range(num_layers))
 
 
 def _layers_with_window(config: Config, num_layers: int) -> list[bool]:
@@ -37,8 +41,13 @@ def _layers_with_window(config: Config, num_layers: int) -> list[bool]:
     if architecture.startswith("Qwen"):
         first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else num_layers
         return [idx >= first for idx in range(num_layers)]
+    if architecture.startswith("Gemma3"):
+        pattern = config.get("sliding_window_pattern")
+        if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
+            raise CheckpointError(f"config.json: sliding_window_pattern should be a positive integer, got {pattern!r}")
+        return [bool(window) for window in windows_by_pattern(num_layers, 1, pattern)]
     if not architecture.startswith("Llama"):
-        return [config.get("sliding_window", ABSENT_WINDOW) is not None] * num_layers
+        return [config.get("sliding_window") is not None] * num_layers
     if config.get("sliding_window"):
         raise CheckpointError(f"config.json: sliding_window={config['sliding_window']!r} is not supported for Llama")
     return [False] * num_layers

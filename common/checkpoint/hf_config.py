@@ -1,36 +1,48 @@
 """Turns a Hugging Face config.json into a ModelSpec, and refuses by name what the forward pass does not do. Pure."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from common.checkpoint.families import FAMILIES
+from common.checkpoint.gemma3 import gemma3_of_config
 from common.checkpoint.hf_attention import layer_windows
 from common.checkpoint.hf_rope import read_rope
 from common.checkpoint.spec import CheckpointError, ModelSpec
 
 ARCHITECTURES = {name: architecture for architecture, family in FAMILIES.items() for name in family.hf_classes}
-# What transformers takes for a field that is absent, where that is not derived from other fields.
-ABSENT_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
-ABSENT_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 Config = Mapping[str, Any]
+# What transformers takes for a field that is absent, where that is not derived from other fields.
+_QWEN: Config = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+ABSENT: Mapping[str, Config] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": _QWEN,
+    "Qwen3ForCausalLM": {**_QWEN, "head_dim": 128},
+    "Gemma3ForCausalLM": {
+        **{"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096},
+        **{"sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"},
+    },
+}
+ACTIVATIONS = {"silu": ("hidden_act", "silu"), "gelu_tanh": ("hidden_activation", "gelu_pytorch_tanh")}
 
 
 def parse_config(config: Config) -> ModelSpec:
     """Raises CheckpointError that names the field when the model needs something that is not offered."""
-    _refuse_unsupported(config)
     architecture = _architecture(config)
+    config = {**ABSENT.get(config["architectures"][0], {}), **config}
+    _refuse_unsupported(config, architecture)
     num_layers = _required(config, "num_hidden_layers")
     num_heads = _required(config, "num_attention_heads")
     hidden_size = _required(config, "hidden_size")
-    rope = read_rope(config)
-    name = config["architectures"][0]
-    return ModelSpec(
+    gemma3 = gemma3_of_config(config, num_layers, hidden_size) if architecture == "gemma3" else None
+    rope = gemma3[0] if gemma3 is not None else read_rope(config)
+    spec = ModelSpec(
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=_optional(config, "num_key_value_heads", ABSENT_KV_HEADS.get(name)) or num_heads,
-        head_dim=_optional(config, "head_dim", ABSENT_HEAD_DIM.get(name)) or hidden_size // num_heads,
+        num_kv_heads=_optional(config, "num_key_value_heads") or num_heads,
+        head_dim=_optional(config, "head_dim") or hidden_size // num_heads,
         intermediate_size=_required(config, "intermediate_size"),
         vocab_size=_required(config, "vocab_size"),
         max_position=_required(config, "max_position_embeddings"),
@@ -38,9 +50,10 @@ def parse_config(config: Config) -> ModelSpec:
         rope_scaling=rope.scaling,
         rms_norm_eps=_epsilon(config),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        windows=layer_windows(config, num_layers),
+        windows=() if gemma3 is not None else layer_windows(config, num_layers),
         attention_soft_cap=float(config.get("attn_logit_softcapping") or 0.0),
     )
+    return spec if gemma3 is None else replace(spec, **gemma3[1])
 
 
 def _required(config: Config, name: str) -> int:
@@ -50,11 +63,9 @@ def _required(config: Config, name: str) -> int:
     return value
 
 
-def _optional(config: Config, name: str, absent: int | None) -> int | None:
-    """None for a null: derived from other fields."""
-    if name not in config:
-        return absent
-    return None if config[name] is None else _required(config, name)
+def _optional(config: Config, name: str) -> int | None:
+    """None for what is absent or null: derived from other fields."""
+    return None if config.get(name) is None else _required(config, name)
 
 
 def _epsilon(config: Config) -> float:
@@ -72,13 +83,14 @@ def _architecture(config: Config) -> str:
     return ARCHITECTURES[name]
 
 
-def _refuse_unsupported(config: Config) -> None:
+def _refuse_unsupported(config: Config, architecture: str) -> None:
+    field, activation = ACTIVATIONS[FAMILIES[architecture].activation]
     found = {
         "quantization_config": config.get("quantization_config") is not None,
         "final_logit_softcapping": bool(config.get("final_logit_softcapping")),
         "attention_bias": bool(config.get("attention_bias", False)),
         "mlp_bias": bool(config.get("mlp_bias", False)),
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
+        field: config.get(field, activation) != activation,
     }
     for name, is_unsupported in found.items():
         if is_unsupported:

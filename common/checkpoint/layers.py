@@ -12,6 +12,9 @@ NormPlace = Literal["before_attention", "after_attention", "before_mlp", "after_
 PRE_NORMS: tuple[NormPlace, ...] = ("before_attention", "before_mlp")
 POST_NORMS: tuple[NormPlace, ...] = ("after_attention", "after_mlp")
 
+# What the gate of the MLP goes through: x * sigmoid(x), or GELU in its tanh form.
+Activation = Literal["silu", "gelu_tanh"]
+
 # RMSNorm of q and k before RoPE: none, one weight for each head alike, or one over the whole projection.
 QkNorm = Literal["none", "head", "full"]
 
@@ -56,7 +59,7 @@ class LayerSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int  # of the gated MLP: down(silu(gate(x)) * up(x))
+    intermediate_size: int  # of the gated MLP: down(activation(gate(x)) * up(x))
     norm_eps: float
     rope: Rope
     attention: AttentionOptions
@@ -64,6 +67,7 @@ class LayerSpec:
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     residual_scale: float = 1.0  # of what attention and MLP add
+    activation: Activation = "silu"
 
     @property
     def q_size(self) -> int:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.checkpoint.layers import RopeScaling
+from common.checkpoint.layers import Rope, RopeScaling
 
 
 class CheckpointError(ValueError):
@@ -28,6 +28,9 @@ class ModelSpec:
     tie_embeddings: bool
     windows: tuple[int, ...] = ()  # per layer the tokens that one sees, itself included; 0 = all; () = all everywhere
     attention_soft_cap: float = 0.0  # attention scores become cap * tanh(score / cap); 0 = they stay
+    window_rope: Rope | None = None  # of the layers with a window; None = that of all
+    attention_scale: float | None = None  # of the scores; None = head_dim ** -0.5
+    embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:

@@ -21,8 +21,17 @@ class Decoder:
     Runs of layers that the device compiles are one call each; the layers between them go operator by operator.
     """
 
-    def __init__(self, embedding: torch.Tensor, layers: Sequence[Layer], tail: Tail, device: Device) -> None:
-        self._embedding = embedding  # [vocab_size, hidden_size]
+    def __init__(
+        self,
+        embedding: torch.Tensor,  # [vocab_size, hidden_size]
+        layers: Sequence[Layer],
+        tail: Tail,
+        device: Device,
+        embedding_scale: float = 1.0,
+    ) -> None:
+        self._embedding = embedding
+        # transformers rounds the factor to the weights' type, too
+        self._embedding_scale = torch.tensor(embedding_scale, dtype=embedding.dtype).item()
         self._layers = layers
         self._tail = tail
         self._device = device
@@ -46,6 +55,8 @@ class Decoder:
         In the last layer only the wanted rows are computed past attention, and nothing when none is wanted.
         """
         hidden = F.embedding(token_ids, self._embedding)
+        if self._embedding_scale != 1.0:
+            hidden.mul_(self._embedding_scale)
         done = 0
         while done < len(self._layers):
             run = self._compiled.get(done)
@@ -111,4 +122,4 @@ def build_decoder(spec: ModelSpec, weights: Weights, device: Device) -> Decoder:
     head = embedding if spec.tie_embeddings else weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
     weights.check_all_taken()
     tail = Tail(norm, spec.rms_norm_eps, device.linear(head, is_head=True))
-    return Decoder(embedding, layers, tail, device)
+    return Decoder(embedding, layers, tail, device, spec.embedding_scale)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 
 from common.checkpoint.layers import LayerSpec
 from common.engine.contract.attention import AttentionBatch
@@ -38,7 +39,15 @@ def finish(layer: Layer, device: Device, attended: torch.Tensor, hidden: torch.T
         normed, hidden = ops.add_rms_norm(added, hidden, layer.norms["before_mlp"], spec.norm_eps)
     else:
         normed = hidden = added + hidden
-    return hidden.add_(_added(layer, device, layer.down(ops.silu_mul(layer.gate_up(normed))), "after_mlp"))
+    gate_up = layer.gate_up(normed)
+    inner = ops.silu_mul(gate_up) if spec.activation == "silu" else _gelu_mul(gate_up)
+    return hidden.add_(_added(layer, device, layer.down(inner), "after_mlp"))
+
+
+def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up of [num_rows, 2 * size], gate first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def _added(layer: Layer, device: Device, x: torch.Tensor, norm: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -77,7 +78,16 @@ def _loaders(checkpoint: Checkpoint) -> dict[str, Loader]:
             for name, tensor in checkpoint.tensors.items()
         }
     readers = {path: safe_open(str(path), framework="pt") for path in _paths(checkpoint)}
-    return {name: partial(readers[each.path].get_tensor, each.name) for name, each in checkpoint.tensors.items()}
+    offset = family_of(checkpoint.config).hf_norm_offset
+    return {
+        name: partial(_plus, readers[each.path], each.name, offset if name.endswith("norm.weight") else 0.0)
+        for name, each in checkpoint.tensors.items()
+    }
+
+
+def _plus(reader: Any, name: str, offset: float) -> torch.Tensor:
+    tensor: torch.Tensor = reader.get_tensor(name)
+    return tensor.float() + offset if offset else tensor
 
 
 def _paths(checkpoint: Checkpoint) -> set[Path]:

@@ -25,6 +25,7 @@ LLAMA3 = {
 }
 SCALED = {name: value for name, value in LLAMA3.items() if name != "original_max_position_embeddings"}
 OLD_NAME = {"type": "llama3"} | {name: value for name, value in LLAMA3.items() if name != "rope_type"}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
 HEADS = {"num_attention_heads": 32, "hidden_size": 512, "num_key_value_heads": 8, "head_dim": 16}
 
 
@@ -123,6 +124,12 @@ def _windows_of(config: Any) -> tuple[int, ...]:
         ({"head_dim": "16"}, "head_dim should be a positive integer, got '16'"),
         ({"rms_norm_eps": None}, "rms_norm_eps should be a number, got None"),
         ({"architectures": "LlamaForCausalLM"}, "architecture None is not one of"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        (GEMMA3 | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar should be a positive number, got None"),
+        (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern should be a positive integer, got 0"),
+        (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        (GEMMA3 | {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported"),
+        (GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope type 'linear' is not supported"),
     ],
 )
 def test_a_field_that_is_null_missing_or_unsupported_is_named(

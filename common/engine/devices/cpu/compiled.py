@@ -32,7 +32,7 @@ def is_known(layer: Layer) -> bool:
     spec = layer.spec
     is_packed = all(one.packed is not None for one in (layer.qkv, layer.output, layer.gate_up, layer.down))
     is_llama_like = spec.norms == PRE_NORMS and spec.qk_norm in ("none", "head") and spec.residual_scale == 1.0
-    return is_packed and is_llama_like and spec.attention.is_plain
+    return is_packed and is_llama_like and spec.activation == "silu" and spec.attention.is_plain
 
 
 class NativeRun:

@@ -1,0 +1,72 @@
+"""Logits of small seeded models of each family are those of transformers, from a directory and from a GGUF file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.common.engine.model.test_architectures import TOKENS, forward_in_chunks, load
+from tests.tiny_gguf import write_tiny_gguf
+from tests.tiny_model import TinyModel, write_tiny_model
+
+transformers = pytest.importorskip("transformers")
+
+CHUNKS = ([20], [7, 13], [8, 1, 1, 10])
+FAMILIES = {
+    "llama": TinyModel(),
+    "qwen2": TinyModel(architecture="qwen2"),
+    "qwen3": TinyModel(architecture="qwen3", num_heads=6, num_kv_heads=2, head_dim=24),
+    "gemma3": TinyModel(architecture="gemma3", num_layers=4, tie_embeddings=True),
+}
+OLD, NEW = ("sliding_window_pattern", "rope_local_base_freq", "rope_theta"), "rope_parameters"
+# Gemma 3 as transformers 4 and as transformers 5 write it.
+GEMMA3: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "as older files have it": ((), {}),
+    "layer types": (OLD[:1], {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "two sets of RoPE parameters": (
+        OLD,
+        {
+            NEW: {
+                "full_attention": {"rope_type": "default", "rope_theta": 77.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 33.0},
+            }
+        },
+    ),
+    "one set of two": (OLD[1:], {NEW: {"full_attention": {"rope_type": "default", "rope_theta": 77.0}}}),
+    "everything absent": ((*OLD, "tie_word_embeddings", "hidden_activation"), {}),
+}
+
+
+def transformers_logits(path: Path) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        return model(torch.tensor([TOKENS])).logits[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers_however_the_prompt_is_cut(tmp_path: Path, name: str) -> None:
+    path = write_tiny_model(tmp_path / "m", FAMILIES[name])
+    expected = transformers_logits(path)
+    for chunks in CHUNKS:
+        torch.testing.assert_close(forward_in_chunks(*load(path), chunks), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", GEMMA3)
+def test_gemma3_means_what_transformers_makes_of_it(tmp_path: Path, name: str) -> None:
+    path = write_tiny_model(tmp_path / "m", FAMILIES["gemma3"])
+    drop, changes = GEMMA3[name]
+    fields = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps({each: fields[each] for each in fields if each not in drop}))
+    torch.testing.assert_close(forward_in_chunks(*load(path), [7, 13]), transformers_logits(path), atol=1e-4, rtol=1e-4)
+
+
+def test_gemma3_from_a_gguf_file_gives_the_logits_of_its_directory(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m", FAMILIES["gemma3"])
+    config = json.loads((path / "config.json").read_text()) | {"query_pre_attn_scalar": 16}
+    (path / "config.json").write_text(json.dumps(config))
+    converted = write_tiny_gguf(path, tmp_path / "m.gguf")
+    torch.testing.assert_close(
+        forward_in_chunks(*load(converted), [7, 13]), transformers_logits(path), atol=1e-4, rtol=1e-4
+    )
