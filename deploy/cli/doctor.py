@@ -58,7 +58,7 @@ def lines_of(finding: Finding) -> list[str]:
 
 def checks_for(purpose: str) -> list[Callable[[ClusterConfig], Finding]]:
     """Which checks matter to a router, a worker, or a whole cluster on this machine (`up`)."""
-    anywhere: list[Callable[[ClusterConfig], Finding]] = [python, files, processes, disk, cache, redis]
+    anywhere: list[Callable[[ClusterConfig], Finding]] = [python, files, processes, disk, cache, model, redis]
     router = [router_certificates, http_port, grpc_port]
     worker = [worker_certificates, torch, operators, gpu, nccl, gloo]
     chosen = {"router": router, "worker": worker, "up": [*router, *worker, shared_memory, ray]}
@@ -92,6 +92,20 @@ def disk(config: ClusterConfig) -> Finding:
     free = shutil.disk_usage(folder).free
     fix = "free some, or name another directory in $TMPDIR"
     return Finding("disk", _enough(free, _MIN_DISK_BYTES, "failed"), f"{free / 1e9:.1f} GB free in {folder}", fix)
+
+
+def model(config: ClusterConfig) -> Finding:
+    """Everything that is read of it at the start; the weights' sizes, but not their bytes."""
+    from common.checkpoint import CheckpointError
+    from router.text.tokenizer import check_model
+
+    if not config.model.path:
+        return Finding("model", "ok", "none named: the demo model")
+    try:
+        checkpoint = check_model(config.model.path)
+    except CheckpointError as error:
+        return Finding("model", "failed", str(error), "what is read, and what is not: docs/models.md")
+    return Finding("model", "ok", f"{checkpoint.config.architecture}, served as {checkpoint.served_name}")
 
 
 def cache(config: ClusterConfig) -> Finding:

@@ -22,6 +22,7 @@ from deploy.config.settings import load_settings, tls_flags
 from deploy.local import redis_server
 from tests.certificates import new_certs
 from tests.redis_box import binaries, redis_box
+from tests.tiny_model import write_tiny_model
 from tests.ui.page_service import served
 
 CONFIG = ClusterConfig()
@@ -89,6 +90,17 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
     finding = doctor.cache(CONFIG)
     assert (finding.status, finding.found) == ("warning", "/dev/null/cache: not writable")
     assert "PDSERVE_CACHE" in finding.fix
+
+
+def test_a_model_that_cannot_be_read_is_named_with_what_is_wrong(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "tiny")
+    config = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"path": str(path)})})
+    assert doctor.model(config) == Finding("model", "ok", "llama, served as tiny")
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1])
+    finding = doctor.model(config)
+    assert finding.status == "failed"
+    assert "model.safetensors is cut off" in finding.found
+    assert doctor.model in checks_for("router") and doctor.model in checks_for("worker")
 
 
 def test_ports_that_pdserve_has_are_said_to_be_its_own() -> None:
