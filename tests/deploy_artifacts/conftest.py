@@ -15,6 +15,7 @@ from tests.deploy_artifacts import toolbox
 VALUES_DIR = Path(__file__).with_name("values")
 VALUE_SETS = sorted(path.stem for path in VALUES_DIR.glob("*.yaml"))
 
+Helm = Callable[..., "subprocess.CompletedProcess[str]"]
 Render = Callable[[str], list[dict[str, Any]]]
 
 
@@ -31,7 +32,9 @@ def tools() -> Path:
 
 
 @pytest.fixture(scope="session")
-def helm(tools: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+def bare_helm(tools: Path) -> Helm:
+    """Helm as a user has it."""
+
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
         command = [str(tools / "bin" / "helm"), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -40,7 +43,13 @@ def helm(tools: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
 
 
 @pytest.fixture(scope="session")
-def render(helm: Callable[..., "subprocess.CompletedProcess[str]"]) -> Render:
+def helm(bare_helm: Helm) -> Helm:
+    """Helm with a registry for the images, which the chart has no default for."""
+    return lambda command, *arguments: bare_helm(command, *arguments, *toolbox.IMAGES)
+
+
+@pytest.fixture(scope="session")
+def render(helm: Helm) -> Render:
     """The chart's manifests under one of the value sets."""
 
     @cache

@@ -4,7 +4,7 @@ import copy
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from common.values.config import ClusterConfig
-from tests.deploy_artifacts.conftest import VALUE_SETS, VALUES_DIR, Render
+from tests.deploy_artifacts.conftest import VALUE_SETS, VALUES_DIR, Helm, Render
 from tests.deploy_artifacts.manifests import containers, named, of_kind, pod_templates
 from tests.deploy_artifacts.toolbox import CHART, RAY
 from tests.tools import chart_schema
@@ -24,7 +24,6 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 RAYCLUSTER_SCHEMA = json.loads(Path(__file__).with_name("raycluster.schema.json").read_text())
 MONITORING_SCHEMA = json.loads(Path(__file__).with_name("monitoring.schema.json").read_text())
-Helm = Callable[..., Any]
 
 
 @pytest.mark.parametrize("value_set", VALUE_SETS)
@@ -132,6 +131,63 @@ def test_helm_refuses(helm: Helm, setting: str) -> None:
     done = helm("template", "pd", str(CHART), "--set", setting)
     assert done.returncode != 0
     assert "values don't meet the specifications of the schema" in done.stderr
+
+
+def test_no_registry_is_refused_with_what_to_do(bare_helm: Helm) -> None:
+    for missing, other in (("router", "worker"), ("worker", "router")):
+        done = bare_helm("template", "pd", str(CHART), "--set", f"image.{other}.registry=registry.example.com")
+        assert done.returncode != 0
+        assert f"image.{missing}.registry is not set: no image is published" in done.stderr
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("sizes", [(3, 4, 2), (1, 0, 4), (2, 5, 4)], ids=str)
+def test_a_size_outside_its_range_is_refused(helm: Helm, role: str, sizes: tuple[int, int, int]) -> None:
+    names = zip(("minReplicas", "replicas", "maxReplicas"), sizes, strict=True)
+    done = helm("template", "pd", str(CHART), "--set", ",".join(f"{role}.{name}={size}" for name, size in names))
+    assert done.returncode != 0
+    assert (
+        f"{role}: expected minReplicas <= replicas <= maxReplicas, got {sizes[0]}, {sizes[1]}, {sizes[2]}"
+        in done.stderr
+    )
+
+
+def test_pools_take_settings_and_keep_their_sizes(helm: Helm) -> None:
+    settings = "config.pools.drain_grace_s=77,config.pools.change_roles=false,decode.replicas=2"
+    done = helm("template", "pd", str(CHART), "--set", settings, "--show-only", "templates/configmap.yaml")
+    data = yaml.safe_load(done.stdout)["data"]["pdserve.yaml"]
+    pools = ClusterConfig.model_validate(yaml.safe_load(data)).pools
+    assert (pools.decode, pools.drain_grace_s, pools.change_roles, pools.start_limit_s) == (2, 77, False, 3600)
+
+
+def test_gpus_have_their_values_file_and_pods_may_have_a_runtime(helm: Helm) -> None:
+    files = ("--values", str(CHART / "values-gpu.yaml"), "--set", "decode.runtimeClassName=nvidia")
+    done = helm("template", "pd", str(CHART), *files)
+    pods = {
+        template["metadata"]["labels"]["app.kubernetes.io/component"]: template["spec"]
+        for _, template in pod_templates([each for each in yaml.safe_load_all(done.stdout) if each])
+    }
+    assert [pods[role].get("runtimeClassName") for role in ("prefill", "decode", "router")] == [None, "nvidia", None]
+    limits = [pods[role]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for role in ("prefill", "decode")]
+    assert limits == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "there", "not_there"),
+    [
+        ("router.replicas=1", ["WARNING: /admin/v1 is open"], ["authorization", "PDSERVE_ROUTER_ADMIN_KEY"]),
+        ("router.adminKey.existingSecret=admin", ["export PDSERVE_ROUTER_ADMIN_KEY=$("], ["WARNING", "authorization"]),
+        (
+            "router.adminKey.existingSecret=admin,router.apiKeys.existingSecret=keys",
+            ['-H "authorization: Bearer $KEY"', '{{index .data "admin-key" | base64decode}}'],
+            ["WARNING"],
+        ),
+    ],
+)
+def test_notes_tell_of_keys(helm: Helm, settings: str, there: list[str], not_there: list[str]) -> None:
+    notes = helm("install", "pd", str(CHART), "--dry-run=client", "--set", settings).stdout.partition("NOTES:")[2]
+    assert [text for text in there if text not in notes] == [], notes
+    assert [text for text in not_there if text in notes] == []
 
 
 def test_no_redis_at_all_is_refused_with_what_to_set(helm: Helm) -> None:

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from common.values.config import ClusterConfig
-from tests.deploy_artifacts.conftest import Render
+from tests.deploy_artifacts.conftest import Helm, Render
 from tests.deploy_artifacts.manifests import named, of_kind, pod_templates
+from tests.deploy_artifacts.toolbox import CHART
 
 NAMESPACE = "serving"
 METRICS_NAMESPACE = {"kubernetes.io/metadata.name": "monitoring"}
@@ -240,3 +241,36 @@ def test_without_tls_the_chart_says_that_the_network_is_trusted_and_closes_it(re
     settings = settings_of(render, "default")
     assert (settings.tls.is_on, settings.insecure) == (False, True)
     assert of_kind(render("default"), "NetworkPolicy")
+
+
+def egress_of(helm: Helm, policy: str, settings: str) -> list[dict[str, Any]]:
+    done = helm("template", "pd", str(CHART), "--set", settings)
+    assert done.returncode == 0, done.stderr
+    manifests = [each for each in yaml.safe_load_all(done.stdout) if each]
+    egress: list[dict[str, Any]] = named(manifests, "NetworkPolicy", f"-{policy}")["spec"]["egress"]
+    return egress
+
+
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [
+        ("http://collector.tracing:4318/v1/traces", 4318),
+        ("https://otlp.example.com/v1/traces", 443),
+        ("http://otlp.example.com/v1/traces", 80),
+    ],
+)
+def test_traces_open_the_way_to_their_collector_for_routers_alone(helm: Helm, url: str, port: int) -> None:
+    setting = f"config.router.otlp_traces_endpoint={url}"
+    assert egress_of(helm, "router", setting)[-1] == {"ports": [{"protocol": "TCP", "port": port}]}
+    there = "networkPolicy.otlpTo[0].ipBlock.cidr=10.1.0.0/16"
+    assert egress_of(helm, "router", f"{setting},{there}")[-1]["to"] == [{"ipBlock": {"cidr": "10.1.0.0/16"}}]
+    assert egress_of(helm, "workers", setting) == egress_of(helm, "workers", "router.replicas=2")
+
+
+def test_other_ways_out_and_other_dns_ports_can_be_opened(helm: Helm) -> None:
+    rule = "networkPolicy.extraEgress[0].ports[0].port=8443,networkPolicy.extraEgress[0].to[0].ipBlock.cidr=10.9.0.0/16"
+    assert egress_of(helm, "extra", rule) == [{"ports": [{"port": 8443}], "to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]}]
+    (dns,) = egress_of(helm, "dns", "networkPolicy.dnsPorts={53,5353}")
+    assert [(each["protocol"], each["port"]) for each in dns["ports"]] == [
+        ("UDP", 53), ("TCP", 53), ("UDP", 5353), ("TCP", 5353),
+    ]  # fmt: skip

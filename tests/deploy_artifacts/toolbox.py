@@ -1,4 +1,4 @@
-"""The validators of deploy/: Helm, hadolint, kubernetes-validate, promql-parser.
+"""The validators of deploy/: Helm, kubectl, hadolint, kubernetes-validate, promql-parser.
 
 Installed once into `build/deploy-tools` by pip with pinned hashes, never into the environment of pdserve: together
 they are 200 MB, and hadolint is GPL.
@@ -21,7 +21,12 @@ from tests.paths import ROOT
 RAY = str(Path(sys.executable).with_name("ray"))
 CHART = ROOT / "deploy" / "helm" / "pdserve"
 REQUIREMENTS = Path(__file__).with_name("tools.txt")
-HELM_SHA256 = "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9"
+PROGRAMS_SHA256 = {
+    "helm": "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9",
+    "kubectl": "924eb50779153f20cb668117d141440b95df2f325a64452d78dff9469145e277",
+}
+# What the chart cannot know: where your images are.
+IMAGES = ("--set", "image.router.registry=registry.example.com,image.worker.registry=registry.example.com")
 INSTALL_TIMEOUT_S = 180
 
 
@@ -31,7 +36,9 @@ class ToolsMissing(Exception):
 
 def install() -> Path:
     """The directory with the validators, installed when it is not there yet."""
-    version = hashlib.sha256(REQUIREMENTS.read_bytes() + sys.version.encode()).hexdigest()[:12]
+    version = hashlib.sha256(
+        REQUIREMENTS.read_bytes() + str(PROGRAMS_SHA256).encode() + sys.version.encode()
+    ).hexdigest()[:12]
     target = ROOT / "build" / "deploy-tools" / version
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_suffix(".lock").open("w") as lock:
@@ -40,7 +47,7 @@ def install() -> Path:
             with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
                 site = Path(scratch) / "site"
                 _pip_install(site)
-                _unpack_helm(site)
+                _unpack_programs(site)
                 site.rename(target)
     return target
 
@@ -59,14 +66,16 @@ def _pip_install(site: Path) -> None:
         raise ToolsMissing(f"pip cannot install {REQUIREMENTS.name}: {errors[0]}")
 
 
-def _unpack_helm(site: Path) -> None:
-    """Helm lies in a zip in a tarball in the package."""
+def _unpack_programs(site: Path) -> None:
+    """Helm and kubectl lie in a zip in a tarball in the package."""
     (package,) = (site / "aws_cdk").glob("*/_jsii/*.tgz")
     with tarfile.open(package) as archive:
         layer = archive.extractfile("package/lib/layer.zip")
         assert layer is not None
-        helm = zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm")
-    assert hashlib.sha256(helm).hexdigest() == HELM_SHA256
+        programs = zipfile.ZipFile(io.BytesIO(layer.read()))
+    for name, digest in PROGRAMS_SHA256.items():
+        program = programs.read(f"{name}/{name}")
+        assert hashlib.sha256(program).hexdigest() == digest, name
+        (site / "bin" / name).write_bytes(program)
+        os.chmod(site / "bin" / name, 0o755)
     package.unlink()
-    (site / "bin" / "helm").write_bytes(helm)
-    os.chmod(site / "bin" / "helm", 0o755)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from common.values.config import AutoscaleSettings, RouterSettings, WorkerSettings
+from common.values.config import AutoscaleSettings, PoolSettings, RouterSettings, WorkerSettings
 from tests.paths import ROOT
 
 SCHEMA_PATH = ROOT / "deploy" / "helm" / "pdserve" / "values.schema.json"
@@ -18,6 +18,8 @@ SCHEMA_PATH = ROOT / "deploy" / "helm" / "pdserve" / "values.schema.json"
 DECIDED_BY_CHART = frozenset(("router_id", "host", "port", "http_port", "grpc_port", "metrics_port"))
 # These are the pools' own minReplicas and maxReplicas, and the router's Service.
 DECIDED_BY_CHART |= {"prefill_min", "prefill_max", "decode_min", "decode_max", "router_url"}
+# The pools' own replicas; routers are a Deployment.
+DECIDED_BY_CHART |= {"prefill", "decode", "routers"}
 # From Secrets, by `tls` in the values.
 DECIDED_BY_CHART |= {"cert_file", "key_file", "admin_key", "admin_key_file", "api_keys_file"}
 _LINE = 118
@@ -38,6 +40,7 @@ def expected() -> str:
     """values.schema.json with these definitions up to date."""
     schema = json.loads(SCHEMA_PATH.read_text())
     schema["$defs"]["routerConfig"] = definition(RouterSettings)
+    schema["$defs"]["poolsConfig"] = definition(PoolSettings)
     schema["$defs"]["autoscaleConfig"] = definition(AutoscaleSettings)
     schema["$defs"]["workerConfig"] = definition(WorkerSettings)
     return to_text(schema) + "\n"

@@ -65,14 +65,15 @@ RULES = (
         How.NOT_RUN,
         "needs machines of a Ray cluster",
     ),
+    Rule(r"^pdserve roll --release\b", How.NOT_RUN, NO_CLUSTER),
     Rule(r"(^|\s)(\.venv/bin/)?pdserve up\b", How.SERVE),
     Rule(r"^git clone\b", How.NOT_RUN, "is what docs-check itself begins with"),
     Rule(r"^(make|curl|python -m|(\.venv/bin/)?pdserve)\b", How.RUN),
 )
 # What stands for a value of the reader's.
 PLACEHOLDERS = {
-    "PROMPT": "'The capital of France is'", "WORKER": "decode-0", "REQUEST_ID": "--last", "DIR": "build/docs-check",
-    "NAME": "acme", "[--chat]": "--chat", "SEED": "7",
+    "PROMPT": "'The capital of France is'", "WORKER": "decode-0", "ID": "--last",
+    "DIR": "build/docs-check", "NAME": "acme", "[--chat]": "--chat", "SEED": "7",
 }  # fmt: skip
 
 

@@ -11,6 +11,10 @@
   "drain_grace_s" (sub .Values.decode.terminationGracePeriodSeconds 15)
   "change_roles" (eq (toJson .Values.prefill.resources) (toJson .Values.decode.resources))
   "start_limit_s" 3600 -}}
+{{/* Not by merge, which takes false for nothing. */}}
+{{- range $name, $value := .Values.config.pools -}}
+{{- $_ := set $pools $name $value -}}
+{{- end -}}
 {{- $autoscale := dict
   "prefill_min" (max 1 .Values.prefill.minReplicas)
   "prefill_max" .Values.prefill.maxReplicas

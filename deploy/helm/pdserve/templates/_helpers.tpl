@@ -26,9 +26,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
-{{/* Arguments: dict "image" <image values> "root" $. */}}
+{{/* Arguments: dict "image" <image values> "root" $ "name" "router". */}}
 {{- define "pdserve.image" -}}
-{{- $name := printf "%s/%s" .image.registry .image.repository -}}
+{{- $missing := printf "image.%s.registry is not set: no image is published, build both and name your registry" .name -}}
+{{- $name := printf "%s/%s" (required $missing .image.registry) .image.repository -}}
 {{- if .image.digest -}}
 {{- printf "%s@%s" $name .image.digest -}}
 {{- else -}}
@@ -60,6 +61,9 @@ seccompProfile:
 {{- define "pdserve.placement" -}}
 {{- with .priorityClassName }}
 priorityClassName: {{ . }}
+{{- end }}
+{{- with .runtimeClassName }}
+runtimeClassName: {{ . }}
 {{- end }}
 {{- with .nodeSelector }}
 nodeSelector:

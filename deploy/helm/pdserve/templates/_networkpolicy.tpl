@@ -23,8 +23,33 @@ egress:
       - namespaceSelector: {}
       - ipBlock: {cidr: 169.254.20.10/32} # NodeLocal DNSCache
     ports:
-      - {protocol: UDP, port: 53}
-      - {protocol: TCP, port: 53}
+      {{- range .Values.networkPolicy.dnsPorts }}
+      - {protocol: UDP, port: {{ . }}}
+      - {protocol: TCP, port: {{ . }}}
+      {{- end }}
+{{- end }}
+
+{{/* Routers send traces. A URL without a port means that of its scheme. */}}
+{{- define "pdserve.toCollector" -}}
+{{- with .Values.config.router.otlp_traces_endpoint }}
+{{- $url := urlParse . -}}
+{{- $port := regexFind ":[0-9]+$" $url.host | trimPrefix ":" | default (ternary "443" "80" (eq $url.scheme "https")) }}
+- ports:
+    - {protocol: TCP, port: {{ $port }}}
+  {{- with $.Values.networkPolicy.otlpTo }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "pdserve.policy.extra" -}}
+podSelector:
+  matchLabels:
+    {{- include "pdserve.selectorLabels" . | nindent 4 }}
+policyTypes: [Egress]
+egress:
+  {{- toYaml .Values.networkPolicy.extraEgress | nindent 2 }}
 {{- end }}
 
 {{- define "pdserve.toRedis" -}}
@@ -72,6 +97,7 @@ egress:
     ports:
       - {protocol: TCP, port: {{ .Values.worker.port }}}
   {{- include "pdserve.toRedis" . | nindent 2 }}
+  {{- include "pdserve.toCollector" . | nindent 2 }}
 {{- end }}
 
 {{/* Control and data of the handoff. Any worker pairs with any other: a worker may change its role. */}}

@@ -60,6 +60,9 @@ readinessProbe:
 {{/* One pool as a worker group. Arguments: dict "role" "prefill" "pool" <values> "root" $. */}}
 {{- define "pdserve.workerGroup" -}}
 {{- $root := .root -}}
+{{- if or (lt (int .pool.replicas) (int .pool.minReplicas)) (gt (int .pool.replicas) (int .pool.maxReplicas)) -}}
+{{- fail (printf "%s: expected minReplicas <= replicas <= maxReplicas, got %v, %v, %v" .role .pool.minReplicas .pool.replicas .pool.maxReplicas) -}}
+{{- end -}}
 groupName: {{ .role }}
 replicas: {{ .pool.replicas }}
 minReplicas: {{ .pool.minReplicas }}
@@ -102,7 +105,7 @@ template:
     {{- include "pdserve.placement" .pool | nindent 4 }}
     containers:
       - name: ray-worker
-        image: {{ include "pdserve.image" (dict "image" $root.Values.image.worker "root" $root) }}
+        image: {{ include "pdserve.image" (dict "image" $root.Values.image.worker "root" $root "name" "worker") }}
         imagePullPolicy: {{ $root.Values.image.worker.pullPolicy }}
         env:
           {{- include "pdserve.rayEnv" $root | nindent 10 }}
