@@ -133,7 +133,7 @@ class DecodeCore:
             attempt_id=request.attempt_id,
             first_token=request.num_cached_tokens,
             num_tokens=len(request.work.token_ids),
-            block_table=block_table,
+            block_tables=(block_table,),
             num_first_tokens=len(request.work.choices),
         )
         self._tell_receiver(expected, now_s)

@@ -24,10 +24,10 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A rectangle of one request's KV: layers [layer_start, layer_end) x tokens [token_start, token_end).
+    """A box of one request's KV: layers [layer_start, layer_end), counted within one group of the model's `KVSpec`,
+    x tokens [token_start, token_end) x shards [shard_start, shard_end) of each plane.
 
-    Payload layout: [layers, 2 (K, V), tokens, kv_heads, head_dim], contiguous, between a fixed header and a tag.
-    `seq` counts from 0 per transfer; `num_bytes` is the length on the link, both included.
+    `seq` counts from 0 per transfer; `num_bytes` is the length on the link, header and tag included.
     """
 
     seq: int
@@ -36,6 +36,9 @@ class Chunk:
     token_start: int
     token_end: int
     num_bytes: int
+    group_idx: int = 0
+    shard_start: int = 0
+    shard_end: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +72,17 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class TransferStarted:
-    """Ship tokens [first_token, num_tokens) of a request to `peer`; `block_table` stays valid until TransferEnded."""
+    """Ship tokens [first_token, num_tokens) of a request to `peer`; `block_tables` stay valid until TransferEnded.
+
+    Of a group with a window only the tokens that later ones read: its table is not read before them.
+    """
 
     transfer_id: TransferId
     peer: WorkerRef
     address: str
     first_token: int
     num_tokens: int
-    block_table: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]  # one per group
     deadline_s: float  # absolute, this worker's monotonic clock
 
 
@@ -167,6 +173,8 @@ class ConnectPeer:
 class SendChunk:
     """Announce the chunk on the control stream, pack it from `block_table`, send it on the link, in this order.
 
+    `block_table` is that of the chunk's group.
+
     Ends in ChunkPacked then ChunkSent, or in PeerLost.
     """
 
@@ -224,13 +232,14 @@ SenderEffect = ConnectPeer | SendChunk | SendFinished | SendCancel | TransferEnd
 class TransferExpected:
     """Room is granted: any prefill worker that announces a transfer for this attempt may fill it.
 
-    Covers tokens [first_token, num_tokens) through `block_table`; stands until ExpectationWithdrawn or DONE.
+    Covers tokens [first_token, num_tokens) through `block_tables`; stands until ExpectationWithdrawn or DONE.
+    Of a group with a window it covers the tokens that later ones read: its table is not read before them.
     """
 
     attempt_id: AttemptId
     first_token: int
     num_tokens: int
-    block_table: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]  # one per group
     num_first_tokens: int
 
 
@@ -318,7 +327,7 @@ class PostReceive:
 class WriteChunk:
     """Scatter a received chunk from its staging buffer into blocks; ends in ChunkWritten, always.
 
-    Performed in emitted order, so a newer try's bytes land last.
+    `block_table` is that of the chunk's group. Performed in emitted order, so a newer try's bytes land last.
     """
 
     peer: WorkerRef

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import grpc
 import torch
 
-from common.engine.kv.fence import Fence
+from common.engine.kv.cache import KVCache
 from common.tls.identity import Component, Identity
 from common.values.errors import PeerError
 from common.values.ids import WorkerRef
@@ -31,8 +31,7 @@ class SessionSettings:
 
     ref: WorkerRef
     fingerprint: Fingerprint
-    kv: torch.Tensor  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], contiguous
-    fence: Fence | None = None  # what keeps copies behind the kernels that compute `kv`
+    cache: KVCache
     host: str = "127.0.0.1"
     transport: str = "gloo"
     digest: bool = True
@@ -49,10 +48,10 @@ class SessionSettings:
     @property
     def staging_device(self) -> torch.device:
         """NCCL moves device memory; gloo needs the CPU's."""
-        return self.kv.device if self.transport == "nccl" else torch.device("cpu")
+        return self.cache.device if self.transport == "nccl" else torch.device("cpu")
 
     def new_staging_pool(self) -> StagingPool:
-        is_pinned = self.kv.is_cuda and self.staging_device.type == "cpu"
+        is_pinned = self.cache.device.type == "cuda" and self.staging_device.type == "cpu"
         return StagingPool(self.max_inflight_bytes, self.staging_device, is_pinned=is_pinned)
 
 

@@ -10,8 +10,7 @@ from kvtransfer.session import SessionSettings
 
 def chunk_planner(config: WorkerConfig, loaded: LoadedModel) -> ChunkPlanner:
     """How this model's KV is cut; both sides of a pair must come to the same sizes."""
-    shape = loaded.cache.shape
-    return ChunkPlanner(shape.num_layers, shape.bytes_per_token // shape.num_layers, config.min_chunk_bytes)
+    return ChunkPlanner(loaded.cache.spec, config.min_chunk_bytes)
 
 
 def session_settings(config: WorkerConfig, loaded: LoadedModel, ref: WorkerRef) -> SessionSettings:
@@ -19,8 +18,7 @@ def session_settings(config: WorkerConfig, loaded: LoadedModel, ref: WorkerRef) 
     return SessionSettings(
         ref=ref,
         fingerprint=loaded.fingerprint,
-        kv=loaded.cache.data,
-        fence=loaded.cache.fence,
+        cache=loaded.cache,
         host=config.host,
         transport=config.transport,
         digest=config.digest,

@@ -109,6 +109,9 @@ def _chunk_to_pb(transfer_id: pb.TransferId, chunk: Chunk) -> pb.ChunkAnnounced:
         token_start=chunk.token_start,
         token_end=chunk.token_end,
         num_bytes=chunk.num_bytes,
+        group_idx=chunk.group_idx,
+        shard_start=chunk.shard_start,
+        shard_end=chunk.shard_end,
     )
 
 
@@ -120,6 +123,9 @@ def _chunk(message: pb.ChunkAnnounced) -> Chunk:
         message.token_start,
         message.token_end,
         message.num_bytes,
+        message.group_idx,
+        message.shard_start,
+        message.shard_end,
     )
 
 

@@ -167,7 +167,7 @@ class PrefillCore:
             address=message.decode_address,
             first_token=message.first_missing_token,
             num_tokens=len(request.work.token_ids),
-            block_table=sequence.block_table,
+            block_tables=(sequence.block_table,),
             deadline_s=request.deadline_s,
         )
         self._tell_sender(started, now_s)

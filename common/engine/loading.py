@@ -10,18 +10,20 @@ import torch
 
 from common.checkpoint import Checkpoint, ModelSpec, open_checkpoint
 from common.engine.contract.device import Device
+from common.engine.contract.kv_spec import KVGroup, KVSpec
 from common.engine.contract.progress import LoadPhase, Progress, no_progress
 from common.engine.devices.cpu.device import CpuDevice, cpu_dtype
 from common.engine.executor.graphs import DecodeGraphs
 from common.engine.executor.runner import ModelRunner
 from common.engine.executor.self_test import self_test
-from common.engine.kv.cache import KVCache, KVShape, num_blocks_that_fit
+from common.engine.kv.attention_planes import attention_planes
+from common.engine.kv.cache import KVCache, num_blocks_that_fit
 from common.engine.model.decoder import Decoder, build_decoder
 from common.engine.model.weights import open_weights
 from common.values.config import KVCacheDtype, Quantization, WorkerConfig
 from common.values.request import Fingerprint
 
-PROTOCOL_VERSION = "2"  # of the handoff: the order and layout of what is sent
+PROTOCOL_VERSION = "3"  # of the handoff: the order and layout of what is sent
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -49,8 +51,8 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
     device = open_device(config)
     progress(LoadPhase.CACHE, 0.0)
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, device.dtype)
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype)
-    cache = KVCache(shape, _num_blocks(config, shape), config.block_size, device.place)
+    kv_spec = kv_spec_of(spec, kv_dtype, config.block_size)
+    cache = KVCache(kv_spec, _num_blocks(config, spec, kv_spec), device.place)
     weights = open_weights(checkpoint, device.dtype, device.place, partial(progress, LoadPhase.WEIGHTS))
     model = build_decoder(spec, weights, device)
     max_model_len = _max_model_len(config, spec, cache)
@@ -66,7 +68,7 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
         spec=spec,
         served_name=config.model.served_name or checkpoint.served_name,
         max_model_len=max_model_len,
-        fingerprint=fingerprint_of(checkpoint, device.dtype, kv_dtype, config.quantization),
+        fingerprint=fingerprint_of(checkpoint, device.dtype, kv_spec, config.quantization),
     )
 
 
@@ -90,11 +92,12 @@ def refit(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
     Memory of the right size is kept, else it is given back first: two caches need not fit.
     """
     cache = loaded.cache
-    num_blocks = _num_blocks(config, cache.shape)
-    if (num_blocks, config.block_size) != (cache.num_blocks, cache.block_size):
+    kv_spec = replace(cache.spec, block_size=config.block_size)
+    num_blocks = _num_blocks(config, loaded.spec, kv_spec)
+    if (num_blocks, kv_spec) != (cache.num_blocks, cache.spec):
         cache.free()
         gc.collect()  # the ended role is a web of callbacks: what it holds besides, as CUDA graphs, goes with it
-        cache = KVCache(cache.shape, num_blocks, config.block_size, loaded.device.place)
+        cache = KVCache(kv_spec, num_blocks, loaded.device.place)
     max_model_len = _max_model_len(config, loaded.spec, cache)
     runner = _new_runner(config, loaded.model, cache, loaded.device, max_model_len)
     return replace(loaded, runner=runner, cache=cache, max_model_len=max_model_len)
@@ -106,16 +109,28 @@ def _new_runner(config: WorkerConfig, model: Decoder, cache: KVCache, device: De
     return ModelRunner(model, cache, device, graphs)
 
 
-def _num_blocks(config: WorkerConfig, shape: KVShape) -> int:
-    return config.num_blocks or num_blocks_that_fit(config.kv_cache_bytes, shape, config.block_size)
+def kv_spec_of(spec: ModelSpec, kv_dtype: torch.dtype, block_size: int) -> KVSpec:
+    """What a token of a model leaves behind. Raises ValueError where heads cannot be stored as codes."""
+    planes = attention_planes(spec.num_kv_heads, spec.head_dim, kv_dtype)
+    return KVSpec(block_size, (KVGroup(tuple(range(spec.num_layers)), planes),))
+
+
+def _num_blocks(config: WorkerConfig, spec: ModelSpec, kv_spec: KVSpec) -> tuple[int, ...]:
+    if config.num_blocks:
+        return (config.num_blocks,) * len(kv_spec.groups)
+    return num_blocks_that_fit(config.kv_cache_bytes, kv_spec, _max_len(config, spec))
 
 
 def _max_model_len(config: WorkerConfig, spec: ModelSpec, cache: KVCache) -> int:
-    return min(config.model.max_model_len or spec.max_position, spec.max_position, cache.num_slots)
+    return min(_max_len(config, spec), cache.num_slots)
+
+
+def _max_len(config: WorkerConfig, spec: ModelSpec) -> int:
+    return min(config.model.max_model_len or spec.max_position, spec.max_position)
 
 
 def fingerprint_of(
-    checkpoint: Checkpoint, dtype: torch.dtype, kv_cache_dtype: torch.dtype, quantization: Quantization = "none"
+    checkpoint: Checkpoint, dtype: torch.dtype, kv_spec: KVSpec, quantization: Quantization = "none"
 ) -> Fingerprint:
     """Everything that decides what a token's KV means."""
     spec = checkpoint.config
@@ -125,10 +140,7 @@ def fingerprint_of(
         "architecture": spec.architecture,
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": quantization,
-        "kv_cache_dtype": str(kv_cache_dtype).removeprefix("torch."),
-        "num_layers": spec.num_layers,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
+        "kv_cache": "; ".join(map(str, kv_spec.groups)),
         "rope_theta": spec.rope_theta,
         "rope_scaling": spec.rope_scaling,
         "protocol": PROTOCOL_VERSION,

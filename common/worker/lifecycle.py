@@ -103,7 +103,7 @@ class WorkerContext:
         return dict(self.loaded.fingerprint.fields)
 
     def new_pool(self) -> BlockPool:
-        return BlockPool(self.loaded.cache.num_blocks, self.config.block_size)
+        return BlockPool(self.loaded.cache.num_blocks[0], self.config.block_size)
 
 
 Build = Callable[[WorkerContext], RoleWorker]
@@ -248,7 +248,7 @@ def _describe(context: WorkerContext, address: str) -> WorkerInfo:
         role=Role(config.role),
         model_name=loaded.served_name,
         block_size=config.block_size,
-        num_blocks=loaded.cache.num_blocks,
+        num_blocks=loaded.cache.num_blocks[0],
         max_model_len=loaded.max_model_len,
         max_num_seqs=config.max_num_seqs,
         pid=os.getpid(),

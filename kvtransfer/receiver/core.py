@@ -243,7 +243,7 @@ class ReceiverCore:
         if attempt.current is not None:
             self._fail(attempt, Outcome.CANCELLED, f"superseded by try {transfer_id.prefill_try}")
         expected = attempt.expected
-        coverage = Coverage(self._planner.num_layers, expected.first_token, expected.num_tokens)
+        coverage = Coverage(self._planner, expected.first_token, expected.num_tokens)
         attempt.newest_try = transfer_id.prefill_try
         attempt.current = Transfer(transfer_id, peer, coverage)
 
@@ -265,7 +265,8 @@ class ReceiverCore:
             return
         self._writes[(event.transfer_id, event.seq)] = Write(attempt, peer, chunk)
         attempt.num_writes += 1
-        self._effects.append(WriteChunk(event.peer, event.transfer_id, chunk, attempt.expected.block_table))
+        block_table = attempt.expected.block_tables[chunk.group_idx]
+        self._effects.append(WriteChunk(event.peer, event.transfer_id, chunk, block_table))
 
     def _discard(self, _: Attempt | None, event: ChunkReceived, peer: Peer, chunk: Chunk) -> None:
         peer.window.free(chunk.num_bytes)

@@ -18,7 +18,7 @@ from common.wire.pb import handoff_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.chunk.aead import KEY_BYTES, Aead
 from kvtransfer.chunk.codec import ChunkCodec
-from kvtransfer.chunk.kv_packer import KVPacker
+from kvtransfer.chunk.pack import KVPacker
 from kvtransfer.chunk.staging import StagingPool
 from kvtransfer.events import (
     ChunkReceived,
@@ -61,7 +61,7 @@ class ReceiverShared:
     """
 
     settings: SessionSettings
-    rows: KVPacker
+    kv_packer: KVPacker
     post: Callable[[ReceiverEvent], None]
     pool: StagingPool
     store: RendezvousStore
@@ -79,7 +79,7 @@ class ReceiverPeer:
         self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
         self._key = secrets.token_bytes(KEY_BYTES)
-        self._codec = ChunkCodec(shared.rows, Aead(shared.settings.aead_kind, self._key))
+        self._codec = ChunkCodec(shared.kv_packer, Aead(shared.settings.aead_kind, self._key))
         self._outbox: asyncio.Queue[pb.ConnectResponse] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._outcome: asyncio.Future[str] = self._loop.create_future()
         self._link: Link | None = None
@@ -164,7 +164,7 @@ class ReceiverPeer:
             prefix=self._prefix,
             rank=RECEIVER_RANK,
             host=self._settings.host,
-            device=self._settings.kv.device,
+            device=self._settings.cache.device,
             timeout_s=self._settings.link_timeout_s,
         )
 
@@ -197,7 +197,7 @@ class ReceiverPeer:
             self._shared.pool.forget()
             call_in_loop(self._loop, self.end, str(error))
             return
-        problem = self._codec.open(effect.transfer_id, effect.chunk, buffer)
+        problem = self._codec.decrypt(effect.transfer_id, effect.chunk, buffer)
         event = ChunkReceived(self._peer, effect.transfer_id, effect.chunk.seq, problem)
         call_in_loop(self._loop, self._deliver, event, buffer)
 

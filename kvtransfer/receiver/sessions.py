@@ -1,7 +1,7 @@
 """The decode worker's shell of the handoff: the gRPC servicer that prefill workers connect to. No decisions here.
 
 Decisions come by `perform`, in the event loop's thread. One thread posts receives (gloo's lock may be held for
-milliseconds) and writes received chunks to the cache, in emitted order; each link's receiving thread opens them.
+milliseconds) and writes received chunks to the cache, in emitted order; each link's receiving thread decrypts them.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from common.values.ids import WorkerRef
 from common.wire.pb import handoff_pb2_grpc
 from kvtransfer import wire
 from kvtransfer.chunk.codec import ChunkCodec
-from kvtransfer.chunk.kv_packer import kv_packer
+from kvtransfer.chunk.pack import kv_packer
 from kvtransfer.events import (
     ChunkWritten,
     DiscardChunk,
@@ -46,7 +46,7 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
         self._loop = asyncio.get_running_loop()
         self._shared = ReceiverShared(
             settings,
-            kv_packer(settings.kv, settings.fence),
+            kv_packer(settings.cache),
             post,
             settings.new_staging_pool(),
             RendezvousStore(settings.host, settings.link_timeout_s),

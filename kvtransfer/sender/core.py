@@ -291,7 +291,7 @@ class SenderCore:
         peer.inflight_bytes += chunk.num_bytes
         transfer.num_unpacked += 1
         transfer.is_known_to_peer = True
-        self._effects.append(SendChunk(started.peer, started.transfer_id, chunk, started.block_table))
+        self._effects.append(SendChunk(started.peer, started.transfer_id, chunk, started.block_tables[chunk.group_idx]))
 
     def _send_finished(self, transfer: Transfer) -> None:
         """Sent as soon as the prompt is computed, ahead of queued chunks: the receiver times the exposed part."""

@@ -19,7 +19,7 @@ from common.wire.pb import handoff_pb2_grpc
 from kvtransfer import wire
 from kvtransfer.chunk.aead import Aead
 from kvtransfer.chunk.codec import ChunkCodec
-from kvtransfer.chunk.kv_packer import KVPacker
+from kvtransfer.chunk.pack import KVPacker
 from kvtransfer.events import ConnectPeer, PeerReady, SendCancel, SendChunk, SenderEvent, SendFinished
 from kvtransfer.links.build import LinkPlan
 from kvtransfer.links.gloo import SENDER_RANK
@@ -49,13 +49,13 @@ class SenderPeer:
     def __init__(
         self,
         settings: SessionSettings,
-        rows: KVPacker,
+        packer: KVPacker,
         target: ConnectPeer,
         post: Post,
         on_ended: Callable[[WorkerRef, str], None],
     ) -> None:
         self._settings = settings
-        self._rows = rows
+        self._kv_packer = packer
         self._target = target
         self._post = ThreadsafePost(post)
         self._post_here = post
@@ -133,7 +133,7 @@ class SenderPeer:
         if accepted.epoch != epoch:
             raise SessionEnded(f"expected epoch {epoch}, accepted {accepted.epoch}")
         self._link = await build_link_off_loop(self._link_plan(hello, epoch))
-        return ChunkCodec(self._rows, Aead(kind, hello.aead_key))
+        return ChunkCodec(self._kv_packer, Aead(kind, hello.aead_key))
 
     def _link_plan(self, hello: pb.ReceiverHello, epoch: str) -> LinkPlan:
         settings = self._settings
@@ -144,7 +144,7 @@ class SenderPeer:
             prefix=link_prefix(settings.ref, self._target.peer, epoch),
             rank=SENDER_RANK,
             host=settings.host,
-            device=settings.kv.device,
+            device=settings.cache.device,
             timeout_s=settings.link_timeout_s,
         )
 

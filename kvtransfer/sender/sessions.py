@@ -5,7 +5,7 @@ from typing import assert_never
 
 from common.telemetry.logs import get_logger
 from common.values.ids import WorkerRef
-from kvtransfer.chunk.kv_packer import kv_packer
+from kvtransfer.chunk.pack import kv_packer
 from kvtransfer.events import ConnectPeer, DropPeer, PeerLost, SendCancel, SendChunk, SendFinished
 from kvtransfer.sender.peer import Post, SenderPeer
 from kvtransfer.session import STOPPING, SessionSettings
@@ -19,7 +19,7 @@ class SenderSessions:
     def __init__(self, settings: SessionSettings, post: Post) -> None:
         self._settings = settings
         self._post = post
-        self._rows = kv_packer(settings.kv, settings.fence)
+        self._kv_packer = kv_packer(settings.cache)
         self._peers: dict[WorkerRef, SenderPeer] = {}
         self._is_closed = False
 
@@ -60,7 +60,7 @@ class SenderSessions:
             self._post(PeerLost(effect.peer, STOPPING))
             return
         assert effect.peer not in self._peers
-        self._peers[effect.peer] = SenderPeer(self._settings, self._rows, effect, self._post, self._on_ended)
+        self._peers[effect.peer] = SenderPeer(self._settings, self._kv_packer, effect, self._post, self._on_ended)
 
     def _on_ended(self, peer: WorkerRef, reason: str) -> None:
         get_logger().info("handoff_peer_lost", peer=str(peer), reason=reason)

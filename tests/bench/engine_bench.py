@@ -24,6 +24,7 @@ from common.values.request import SamplingParams
 from tests.bench.floors import Machine, decode_floor, measure_machine, prefill_floor
 from tests.bench.hf_peer import HfPeer, hf_python
 from tests.bench.plain_loop import PlainLoop
+from tests.caches import planes_of
 
 CONTEXT = 192
 BLOCK_SIZE = 16
@@ -80,7 +81,8 @@ def load_runner(
     )
     loaded = load_model(config)
     os.environ[SWITCH] = before
-    loaded.cache.data.normal_()
+    for plane in planes_of(loaded.cache):
+        plane.normal_()
     return loaded.runner
 
 

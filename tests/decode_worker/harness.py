@@ -104,7 +104,7 @@ class Bench(CoreBench):
         expected = self.receiver.expected[work.attempt_id]
         values = contents(work.token_ids)
         for position in range(expected.first_token, expected.num_tokens):
-            self.runner.kv.write(expected.block_table, position, values[position])
+            self.runner.kv.write(expected.block_tables[0], position, values[position])
         first = tuple(FirstToken(c, SampledToken(expected_output(work, c)[0])) for c in work.choices)
         transfer_id = TransferId(work.attempt_id, prefill_try)
         return self.handle(FinishAnnounced(PREFILL, transfer_id, 4, first))

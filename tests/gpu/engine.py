@@ -7,17 +7,17 @@ from pathlib import Path
 
 import torch
 
-from common.engine.devices.triton.chunk import pack_chunk, unpack_chunk
 from common.engine.devices.triton.device_draws import TritonDraws
 from common.engine.devices.triton.tuning import TuningFile, tune_attention
-from common.engine.kv.fence import StreamFence
+from common.engine.kv.cache import KVCache
 from common.engine.loading import load_model
 from common.engine.sampling import sample
 from common.values.config import ModelConfig, WorkerConfig
 from common.values.request import SamplingParams
-from kvtransfer.chunk.kv_packer import TorchKVPacker
+from kvtransfer.chunk.pack import kv_packer
 from kvtransfer.chunk.plan import FRAME_BYTES
 from kvtransfer.events import Chunk
+from tests.caches import attention_spec, fill
 from tests.common.engine.devices.triton.test_device_draws import logits_of, specs_of_all_kinds
 from tests.common.engine.drive import Generation, blocks_for, run_all
 from tests.gpu.report import Report, error_of
@@ -41,23 +41,25 @@ def draw_the_same_tokens(device: str = "cuda", vocab_size: int = 49_152) -> None
 
 def copy_after_compute() -> None:
     """A chunk packed as soon as its layer is launched holds what the layer's kernels write, 20 ms later (C-03)."""
-    kv = torch.zeros(4, 2, 8, 16, 2, 64, device="cuda")
-    fence = StreamFence(4)
-    rows = TorchKVPacker(kv, pack_chunk, unpack_chunk, fence)
+    cache = KVCache(attention_spec(4, 2, 64, torch.float32), (8,), "cuda")
+    fill(cache, 0.0)
+    assert cache.fence is not None
+    packer = kv_packer(cache)
     packed: list[torch.Tensor] = []
 
     def pack(layer_idx: int) -> None:
         num_bytes = 2 * 100 * 2 * 64 * 4
         out = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        chunk = Chunk(layer_idx, layer_idx, layer_idx + 1, 0, 100, num_bytes + FRAME_BYTES)
-        rows.gather(chunk, (6, 1, 4, 0, 2, 7, 3), out)
+        chunk = Chunk(layer_idx, layer_idx, layer_idx + 1, 0, 100, num_bytes + FRAME_BYTES, shard_end=2)
+        packer.gather(chunk, (6, 1, 4, 0, 2, 7, 3), out)
         packed.append(out.view(torch.float32))
 
     threads = []
     for layer_idx in range(4):
         torch.cuda._sleep(SPIN_CYCLES)
-        kv[layer_idx].fill_(layer_idx + 1.0)
-        fence.mark(layer_idx + 1)
+        for plane in cache.layers[layer_idx]:
+            plane.fill_(layer_idx + 1.0)
+        cache.fence.mark(layer_idx + 1)
         threads.append(threading.Thread(target=pack, args=(layer_idx,)))
         threads[-1].start()
     for thread in threads:
@@ -88,7 +90,7 @@ def generate(path: Path, kv_cache_dtype: str, *, has_graphs: bool, attention: st
 
 def tune_once() -> None:
     """Tuning measures, keeps what it chose, and does not measure again."""
-    kv = torch.zeros(2, 256, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    kv = tuple(torch.zeros(2, 256, 16, 8, 128, dtype=torch.bfloat16, device="cuda"))
     with tempfile.TemporaryDirectory() as folder:
         file = TuningFile(Path(folder) / "tuned.json")
         tiles = tune_attention(file, kv, 32, 128, torch.bfloat16)

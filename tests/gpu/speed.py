@@ -9,15 +9,16 @@ import torch
 from torch.nn import functional
 
 from common.engine.contract.attention import AttentionBatch
-from common.engine.devices.triton.chunk import pack_chunk, unpack_chunk
+from common.engine.devices.triton.chunk import gather_rows, scatter_rows
 from common.engine.devices.triton.decode_attention import decode_attention
 from common.engine.devices.triton.norm import add_rms_norm
 from common.engine.devices.triton.prefill_attention import prefill_attention
 from common.engine.devices.triton.rope_write import rope_and_write
 from common.engine.devices.triton.sampling import may_draw, row_best
 from common.engine.devices.triton.silu_mul import silu_mul
-from common.engine.kv.cache import KVCache, KVShape
+from common.engine.kv.cache import KVCache
 from common.engine.kv.quantized import LIMITS
+from tests.caches import attention_spec, fill_bytes
 from tests.gpu.report import Measurement, Report
 
 BLOCK_SIZE = 16
@@ -157,15 +158,17 @@ def decode_work(heads: tuple[int, int, int], num_seqs: int, seq_len: int, kv_dty
     """Torch's SDPA reads contiguous keys of the model's type, whatever the cache's."""
     num_heads, num_kv_heads, head_dim = heads
     batch = paged_batch(num_seqs, seq_len - 1, 1, device)
-    shape = KVShape(1, num_kv_heads, head_dim, kv_dtype)
-    kv = KVCache(shape, batch.block_tables.numel(), BLOCK_SIZE, device).layers[0]
-    kv.view(torch.uint8).zero_()
+    spec = attention_spec(1, num_kv_heads, head_dim, kv_dtype, BLOCK_SIZE)
+    cache = KVCache(spec, (batch.block_tables.numel(),), device)
+    fill_bytes(cache, 0)
+    kv = cache.layers[0]
     if kv_dtype == DTYPE:
-        kv.normal_()
+        for plane in kv:
+            plane.normal_()
     q = _random(num_seqs, num_heads, head_dim, device=device)
     query = q.view(num_seqs, num_heads, 1, head_dim)
     key, value = (_random(num_seqs, num_kv_heads, seq_len, head_dim, device=device) for _ in range(2))
-    num_bytes = float(num_seqs * seq_len * shape.bytes_per_token)
+    num_bytes = float(num_seqs * seq_len * spec.bytes_per_token)
     name = "decode" if kv_dtype == DTYPE else f"decode_{str(kv_dtype).removeprefix('torch.')}"
     return Work(
         f"{name} {_label(heads)} {num_seqs} x {seq_len}",
@@ -194,7 +197,7 @@ def sampling_work(sizes: Sizes, device: str) -> Iterator[Work]:
 def rope_work(heads: tuple[int, int, int], num_tokens: int, device: str) -> Work:
     num_heads, num_kv_heads, head_dim = heads
     batch = paged_batch(1, 0, num_tokens, device)
-    kv = _random(2, batch.block_tables.numel(), BLOCK_SIZE, num_kv_heads, head_dim, device=device)
+    kv = tuple(_random(2, batch.block_tables.numel(), BLOCK_SIZE, num_kv_heads, head_dim, device=device))
     q = _random(num_tokens, num_heads, head_dim, device=device)
     k, v = (_random(num_tokens, num_kv_heads, head_dim, device=device) for _ in range(2))
     cos_sin = torch.rand(num_tokens, head_dim, device=device)
@@ -209,22 +212,22 @@ def rope_work(heads: tuple[int, int, int], num_tokens: int, device: str) -> Work
 
 
 def chunk_work(heads: tuple[int, int, int], sizes: Sizes, device: str) -> Iterator[Work]:
-    """The peer is torch's indexing."""
+    """One plane. The peer is torch's indexing."""
     _, num_kv_heads, head_dim = heads
-    row = (num_kv_heads, head_dim)
+    row = num_kv_heads * head_dim
     num_tokens = sizes.num_tokens
-    num_blocks = -(-num_tokens // BLOCK_SIZE)
-    cache = _random(sizes.num_layers, 2, num_blocks, BLOCK_SIZE, *row, device=device)
-    slots = torch.randperm(num_blocks * BLOCK_SIZE, device=device)[:num_tokens]
-    payload = torch.empty((sizes.num_layers, 2, num_tokens, *row), dtype=DTYPE, device=device)
-    rows = cache.flatten(2, 3)
-    layers = range(sizes.num_layers)
-    gather = {"index_select": lambda: torch.index_select(rows, 2, slots, out=payload)}
-    scatter = {"index_copy": lambda: rows.index_copy_(2, slots, payload)}
-    num_bytes = 2.0 * payload.numel() * DTYPE.itemsize
+    num_slots = -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE
+    numbers = _random(sizes.num_layers, num_slots, row, device=device)
+    slots = torch.randperm(num_slots, device=device)[:num_tokens]
+    copied = torch.empty((sizes.num_layers, num_tokens, row), dtype=DTYPE, device=device)
+    plane, part = numbers.view(torch.uint8), copied.view(torch.uint8)
+    columns = slice(0, plane.shape[2])
+    gather = {"index_select": lambda: torch.index_select(numbers, 1, slots, out=copied)}
+    scatter = {"index_copy": lambda: numbers.index_copy_(1, slots, copied)}
+    num_bytes = 2.0 * part.numel()
     name = f"{_label(heads)} {sizes.num_layers} layers x {num_tokens}"
-    yield Work(f"pack {name}", num_bytes, False, lambda: pack_chunk(cache, slots, layers, payload), gather)
-    yield Work(f"unpack {name}", num_bytes, False, lambda: unpack_chunk(cache, slots, layers, payload), scatter)
+    yield Work(f"pack {name}", num_bytes, False, lambda: gather_rows(plane, slots, columns, part), gather)
+    yield Work(f"unpack {name}", num_bytes, False, lambda: scatter_rows(plane, slots, columns, part), scatter)
 
 
 def row_work(sizes: Sizes, device: str) -> Iterator[Work]:

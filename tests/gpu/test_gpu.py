@@ -97,7 +97,7 @@ def test_a_failed_check_is_reported_and_counted(monkeypatch: pytest.MonkeyPatch)
 def test_jobs_run_in_processes_and_are_all_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the child processes
     report = Report()
-    correctness.check_jobs(report, [("silu_mul", 5), ("pack_chunk", 3)], "cpu")
+    correctness.check_jobs(report, [("silu_mul", 5), ("gather_rows", 3)], "cpu")
     assert report.num_checks == 2
     assert report.failures == []
 

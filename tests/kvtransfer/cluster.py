@@ -9,10 +9,10 @@ import grpc
 import torch
 
 from common.cores.core_loop import CoreLoop
+from common.engine.kv.cache import KVCache
 from common.values.ids import AttemptId, RequestId, TransferId, WorkerRef
 from common.values.request import Fingerprint, SampledToken
 from common.wire.grpc_options import server_options
-from kvtransfer.chunk.kv_packer import bytes_per_token_layer
 from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.events import (
     AttemptReleased,
@@ -37,6 +37,7 @@ from kvtransfer.receiver.sessions import ReceiverSessions
 from kvtransfer.sender.core import SenderCore
 from kvtransfer.sender.sessions import SenderSessions
 from kvtransfer.session import SessionSettings
+from tests.caches import attention_spec, fill
 
 NUM_TOKENS = 100
 SOURCE_TABLE, TARGET_TABLE = (5, 3, 9, 1, 7, 11, 2), (4, 0, 6, 3)
@@ -47,9 +48,18 @@ FINGERPRINT = Fingerprint((("dtype", "float32"), ("layers", "4")))
 TEST_TIMEOUT_S = 60.0
 
 
-def new_cache(block_size: int, num_tokens: int = 1024, num_layers: int = NUM_LAYERS) -> torch.Tensor:
-    shape = (num_layers, 2, num_tokens // block_size, block_size, NUM_KV_HEADS, HEAD_DIM)
-    return torch.zeros(shape)
+def new_cache(
+    block_size: int,
+    num_tokens: int = 1024,
+    num_layers: int = NUM_LAYERS,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> KVCache:
+    """All zeros."""
+    spec = attention_spec(num_layers, NUM_KV_HEADS, HEAD_DIM, dtype, block_size)
+    cache = KVCache(spec, (num_tokens // block_size,), device)
+    fill(cache, 0.0)
+    return cache
 
 
 def new_transfer_id(name: str, prefill_try: int = 0) -> TransferId:
@@ -62,18 +72,17 @@ def request_rows(seed: int, num_tokens: int, num_layers: int = NUM_LAYERS) -> to
     return torch.randn(num_layers, 2, num_tokens, NUM_KV_HEADS, HEAD_DIM, generator=generator)
 
 
-def rows_of(kv: torch.Tensor, block_table: tuple[int, ...], num_tokens: int) -> torch.Tensor:
-    """What a cache holds for a request; the plain way."""
-    blocks = kv[:, :, list(block_table)]
-    return blocks.flatten(2, 3)[:, :, :num_tokens]
+def rows_of(kv: KVCache, block_table: tuple[int, ...], num_tokens: int) -> torch.Tensor:
+    """What a cache holds for a request, [num_layers, planes, num_tokens, *row]; the plain way."""
+    return torch.stack([plane[:, list(block_table)].flatten(1, 2)[:, :num_tokens] for plane in kv.planes[0]], 1)
 
 
-def put_rows(kv: torch.Tensor, block_table: tuple[int, ...], layer: int, token_start: int, rows: torch.Tensor) -> None:
-    """Write one layer's rows [2, num_tokens, ...] token by token; the plain way."""
-    block_size = kv.shape[3]
+def put_rows(kv: KVCache, block_table: tuple[int, ...], layer: int, token_start: int, rows: torch.Tensor) -> None:
+    """Write one layer's rows [planes, num_tokens, ...] token by token; the plain way."""
     for offset in range(rows.shape[1]):
-        position = token_start + offset
-        kv[layer, :, block_table[position // block_size], position % block_size] = rows[:, offset]
+        block_idx, place = divmod(token_start + offset, kv.block_size)
+        for plane, values in zip(kv.planes[0], rows, strict=True):
+            plane[layer, block_table[block_idx], place] = values[offset]
 
 
 @dataclass
@@ -98,7 +107,7 @@ class Prefill:
     """The sender's half. `ended` collects how transfers ended."""
 
     def __init__(self, settings: SessionSettings, planner: ChunkPlanner, changed: Changed) -> None:
-        self.kv = settings.kv
+        self.kv = settings.cache
         self.core = SenderCore(planner, settings.max_inflight_bytes, settings.link_timeout_s)
         self.loop: CoreLoop[SenderEvent, SenderEffect] = CoreLoop(self.core, self._perform)
         self.sessions = SenderSessions(settings, self._post)
@@ -132,7 +141,7 @@ class Prefill:
         deadline_s: float = 1e12,
         peer: WorkerRef = DECODE,
     ) -> None:
-        started = TransferStarted(transfer_id, peer, address, first_token, num_tokens, block_table, deadline_s)
+        started = TransferStarted(transfer_id, peer, address, first_token, num_tokens, (block_table,), deadline_s)
         self.loop.post(started)
 
     def report(self, transfer_id: TransferId, block_table: tuple[int, ...], rows: torch.Tensor, token_end: int) -> None:
@@ -169,7 +178,7 @@ class Decode:
     """The receiver's half."""
 
     def __init__(self, settings: SessionSettings, planner: ChunkPlanner, changed: Changed) -> None:
-        self.kv = settings.kv
+        self.kv = settings.cache
         self.core = ReceiverCore(planner, settings.max_inflight_bytes, settings.link_timeout_s)
         self.loop: CoreLoop[ReceiverEvent, ReceiverEffect] = CoreLoop(self.core, self._perform)
         self.sessions = ReceiverSessions(settings, self._post)
@@ -204,7 +213,7 @@ class Decode:
     def expect(
         self, transfer_id: TransferId, block_table: tuple[int, ...], num_tokens: int, first_token: int = 0
     ) -> None:
-        self.loop.post(TransferExpected(transfer_id.attempt_id, first_token, num_tokens, block_table, len(FIRST)))
+        self.loop.post(TransferExpected(transfer_id.attempt_id, first_token, num_tokens, (block_table,), len(FIRST)))
 
 
 @dataclass
@@ -237,9 +246,9 @@ async def pair(
     """Both workers; at the end everything is closed and nothing may be left staged."""
     changed = Changed()
     source, target = new_cache(prefill_block_size), new_cache(decode_block_size)
-    planner = ChunkPlanner(NUM_LAYERS, bytes_per_token_layer(source), min_chunk_bytes)
+    planner = ChunkPlanner(source.spec, min_chunk_bytes)
 
-    def settings(ref: WorkerRef, kv: torch.Tensor, fingerprint: Fingerprint, digest: bool) -> SessionSettings:
+    def settings(ref: WorkerRef, kv: KVCache, fingerprint: Fingerprint, digest: bool) -> SessionSettings:
         return SessionSettings(
             ref, fingerprint, kv, digest=digest, max_inflight_bytes=max_inflight_bytes, link_timeout_s=link_timeout_s
         )
@@ -277,7 +286,7 @@ async def ship(
 
 async def check_works(cluster: Pair, name: str = "canary") -> None:
     """A fresh request goes through byte for byte on the same pair."""
-    cluster.decode.kv.fill_(-1.0)
+    fill(cluster.decode.kv, -1.0)
     transfer_id = await ship(cluster, name, seed=99)
     assert await cluster.until_ended(transfer_id) is Outcome.DONE
     assert torch.equal(rows_of(cluster.decode.kv, TARGET_TABLE, NUM_TOKENS), request_rows(99, NUM_TOKENS))

@@ -10,10 +10,9 @@ import grpc
 
 from common.values.ids import WorkerRef
 from common.wire.grpc_options import server_options
-from kvtransfer.chunk.kv_packer import bytes_per_token_layer
 from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.session import SessionSettings
-from tests.kvtransfer.cluster import FINGERPRINT, NUM_LAYERS, Changed, Decode, new_cache, new_transfer_id
+from tests.kvtransfer.cluster import FINGERPRINT, Changed, Decode, new_cache, new_transfer_id
 
 REF = WorkerRef("decode-1", "cc")
 
@@ -47,7 +46,7 @@ def _spawn(request: str) -> subprocess.Popen[str]:
 
 async def _serve(request: str) -> None:
     kv = new_cache(32)
-    planner = ChunkPlanner(NUM_LAYERS, bytes_per_token_layer(kv), 2048)
+    planner = ChunkPlanner(kv.spec, 2048)
     server = grpc.aio.server(options=server_options())
     port = server.add_insecure_port("127.0.0.1:0")
     decode = Decode(SessionSettings(REF, FINGERPRINT, kv, max_inflight_bytes=3000), planner, Changed())

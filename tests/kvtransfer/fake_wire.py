@@ -52,10 +52,11 @@ from kvtransfer.events import (
 )
 from kvtransfer.receiver.core import ReceiverCore
 from kvtransfer.sender.core import SenderCore
+from tests.caches import row_spec
 
 FIRST = (FirstToken(0, SampledToken(1)),)
 NUM_TOKENS, NUM_LAYERS = 24, 3
-PLANNER = ChunkPlanner(NUM_LAYERS, bytes_per_token_layer=10, min_chunk_bytes=60)
+PLANNER = ChunkPlanner(row_spec(NUM_LAYERS, 10), min_chunk_bytes=60)
 WINDOW_BYTES, LINK_TIMEOUT_S, DEADLINE_S = 500, 5.0, 40.0
 RECEIVER = WorkerRef("d", "0")
 
@@ -189,7 +190,7 @@ class Wire:
 
     def _expect(self, attempt_id: AttemptId) -> None:
         self.expected.add(attempt_id)
-        self._to_receiver(TransferExpected(attempt_id, 0, NUM_TOKENS, (0,), len(FIRST)))
+        self._to_receiver(TransferExpected(attempt_id, 0, NUM_TOKENS, ((0,),), len(FIRST)))
 
     def _withdraw(self, attempt_id: AttemptId) -> None:
         self.withdrawn.add(attempt_id)
@@ -202,7 +203,7 @@ class Wire:
         sender.computing[transfer_id] = (0, 0)
         sender.live.add(transfer_id)
         deadline_s = self.now_s + DEADLINE_S
-        self._to_sender(sender, TransferStarted(transfer_id, RECEIVER, "addr", 0, NUM_TOKENS, (0,), deadline_s))
+        self._to_sender(sender, TransferStarted(transfer_id, RECEIVER, "addr", 0, NUM_TOKENS, ((0,),), deadline_s))
 
     def _compute(self, sender: Sender, transfer_id: TransferId) -> None:
         """One more layer of the running range, or the first of the next, or the end."""

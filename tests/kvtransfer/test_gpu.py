@@ -7,7 +7,7 @@ import torch
 
 from kvtransfer.chunk.aead import KEY_BYTES, Aead, AeadKind
 from kvtransfer.chunk.codec import ChunkCodec
-from kvtransfer.chunk.kv_packer import TorchKVPacker
+from kvtransfer.chunk.pack import kv_packer
 from kvtransfer.links.nccl import build_nccl_link
 from kvtransfer.links.rendezvous import RendezvousStore, join_rendezvous
 from kvtransfer.session import SessionSettings
@@ -22,22 +22,19 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL 
 
 @needs_gpu
 def test_a_chunk_goes_from_gpu_cache_to_gpu_cache_through_pinned_staging() -> None:
-    source, target = new_cache(16), new_cache(32).cuda()
+    source, target = new_cache(16, device="cuda"), new_cache(32, device="cuda")
     rows = request_rows(1, 100)
     for layer in range(4):
-        put_rows(source, (5, 3, 9, 1, 7, 11, 2), layer, 0, rows[layer])
-    source = source.cuda()
+        put_rows(source, (5, 3, 9, 1, 7, 11, 2), layer, 0, rows[layer].cuda())
     buffer = SessionSettings(PREFILL, FINGERPRINT, source).new_staging_pool().acquire(200_000)
     assert buffer.is_pinned()
     chunk = chunk_of(source, (0, 4), (0, 100))
-    sender, receiver = (
-        ChunkCodec(TorchKVPacker(kv), Aead(AeadKind.AES_GCM, bytes(KEY_BYTES))) for kv in (source, target)
-    )
+    sender, receiver = (ChunkCodec(kv_packer(kv), Aead(AeadKind.AES_GCM, bytes(KEY_BYTES))) for kv in (source, target))
     receiver.prepare(chunk, buffer)
     sender.pack(new_transfer_id("r1"), chunk, (5, 3, 9, 1, 7, 11, 2), buffer)
-    assert receiver.open(new_transfer_id("r1"), chunk, buffer) is None
+    assert receiver.decrypt(new_transfer_id("r1"), chunk, buffer) is None
     receiver.unpack(chunk, (4, 0, 6, 3), buffer)
-    assert torch.equal(rows_of(target.cpu(), (4, 0, 6, 3), 100), rows)
+    assert torch.equal(rows_of(target, (4, 0, 6, 3), 100).cpu(), rows)
 
 
 @needs_two_gpus

@@ -36,16 +36,17 @@ from kvtransfer.events import (
 from kvtransfer.receiver.core import ATTEMPT_ROWS, PEER_ROWS, TRANSFER_ROWS, ReceiverCore
 from kvtransfer.receiver.coverage import Coverage
 from kvtransfer.receiver.state import MAX_TIMED_CHUNKS, AttemptState, PeerState, Standing, Transfer
+from tests.caches import row_spec
 from tests.kvtransfer.cluster import new_transfer_id
 
 P, OTHER = WorkerRef("p", "1"), WorkerRef("q", "1")
 T, NEWER = new_transfer_id("t", 1), new_transfer_id("t", 2)
 ATTEMPT = T.attempt_id
 FIRST = (FirstToken(0, SampledToken(5)),)
-PLANNER = ChunkPlanner(num_layers=2, bytes_per_token_layer=100, min_chunk_bytes=1000)
-CHUNK_BYTES = PLANNER.num_bytes(1, 10)
+PLANNER = ChunkPlanner(row_spec(2, 100), min_chunk_bytes=1000)
+CHUNK_BYTES = PLANNER.num_bytes(0, 1, 10)
 TABLE = (4, 2)
-EXPECT = TransferExpected(ATTEMPT, 0, 10, TABLE, 1)
+EXPECT = TransferExpected(ATTEMPT, 0, 10, (TABLE,), 1)
 UNKNOWN = new_transfer_id("unknown")
 
 
@@ -133,7 +134,7 @@ def test_a_finish_ahead_of_the_chunks_waits_for_them() -> None:
 
 
 def test_only_the_last_chunks_of_a_long_transfer_are_timed() -> None:
-    transfer = Transfer(T, P, Coverage(1, 0, 1))
+    transfer = Transfer(T, P, Coverage(PLANNER, 0, 1))
     for seq in range(MAX_TIMED_CHUNKS + 10):
         transfer.note_written(Chunk(seq, 0, 1, seq, seq + 2, 8), float(seq))
     timings = transfer.chunk_timings(MAX_TIMED_CHUNKS + 9.0)

@@ -33,18 +33,19 @@ from kvtransfer.events import (
 )
 from kvtransfer.sender.core import PEER_ROWS, TRANSFER_ROWS, SenderCore
 from kvtransfer.sender.state import PeerState, TransferState
+from tests.caches import row_spec
 from tests.kvtransfer.cluster import new_transfer_id
 
 D, OTHER = WorkerRef("d", "1"), WorkerRef("e", "1")
 T, U = new_transfer_id("t"), new_transfer_id("u")
 FIRST = (FirstToken(0, SampledToken(5)),)
-PLANNER = ChunkPlanner(num_layers=2, bytes_per_token_layer=100, min_chunk_bytes=1000)
-CHUNK_BYTES = PLANNER.num_bytes(1, 10)  # one layer of a 10-token prefill chunk
+PLANNER = ChunkPlanner(row_spec(2, 100), min_chunk_bytes=1000)
+CHUNK_BYTES = PLANNER.num_bytes(0, 1, 10)  # one layer of a 10-token prefill chunk
 TABLE = (0, 1)
 
 
 def start(transfer_id: TransferId = T, peer: WorkerRef = D, deadline_s: float = 100.0) -> TransferStarted:
-    return TransferStarted(transfer_id, peer, "addr", 0, 10, TABLE, deadline_s)
+    return TransferStarted(transfer_id, peer, "addr", 0, 10, (TABLE,), deadline_s)
 
 
 def chunk(seq: int) -> Chunk:

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from common.values.ids import TransferId
-from kvtransfer.chunk.codec import ChunkCodec
-from kvtransfer.chunk.payload import HEADER_BYTES
+from kvtransfer.chunk.codec import HEADER_BYTES, ChunkCodec
 from kvtransfer.events import (
     Chunk,
     Outcome,
 )
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.protocol import Done
+from tests.caches import fill
 from tests.kvtransfer.cluster import (
     NUM_TOKENS,
     SOURCE_TABLE,
@@ -55,7 +55,7 @@ async def test_a_flipped_bit_is_refused_and_the_pair_goes_on(
 ) -> None:
     planted = plant_in_pack(monkeypatch, "flipped", position)
     async with pair() as cluster:
-        cluster.decode.kv.fill_(-1.0)
+        fill(cluster.decode.kv, -1.0)
         transfer_id = await ship(cluster, "flipped")
         assert await cluster.until_ended(transfer_id) is Outcome.CANCELLED
         (chunk,) = planted

@@ -44,6 +44,7 @@ from kvtransfer.events import (
 )
 from kvtransfer.sender.core import SenderCore
 from prefill_worker.core import PrefillCore
+from tests.caches import row_spec
 from tests.core_bench import ROUTER, attempt, draw_action, tokens
 from tests.prefill_worker.harness import NUM_LAYERS
 from tests.simkit.fake_engine import FakeRunner, contents, expected_output
@@ -72,7 +73,7 @@ class Life:
         self.has_faults = rng.random() < 0.6
         block_size = rng.choice([2, 4, 5])
         self.pool = BlockPool(rng.randint(6, 30), block_size)
-        planner = ChunkPlanner(NUM_LAYERS, 10, min_chunk_bytes=rng.choice([1, 200, 10_000]))
+        planner = ChunkPlanner(row_spec(NUM_LAYERS, 10), min_chunk_bytes=rng.choice([1, 200, 10_000]))
         sender = SenderCore(planner, max_inflight_bytes=rng.choice([500, 100_000]), link_timeout_s=20.0)
         limits = Limits(rng.choice([1, 3, 8, 64]), rng.choice([1, 2, 8]), rng.choice([0, 2, 8]))
         self.core = WorkerCore(PrefillCore(self.pool, sender, limits, {"model": "m"}, NUM_LAYERS))

@@ -22,10 +22,11 @@ from kvtransfer.events import (
 )
 from kvtransfer.receiver.core import ReceiverCore
 from kvtransfer.sender.core import SenderCore
+from tests.caches import row_spec
 from tests.simkit.layered_engine import Payload
 
 NUM_LAYERS = 2
-PLANNER = ChunkPlanner(NUM_LAYERS, 1, min_chunk_bytes=1, frame_bytes=0)
+PLANNER = ChunkPlanner(row_spec(NUM_LAYERS, 1), min_chunk_bytes=1, frame_bytes=0)
 WINDOW_BYTES = 2
 LINK_TIMEOUT_S = 10.0
 

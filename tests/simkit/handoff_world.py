@@ -169,12 +169,14 @@ class HandoffWorld:
         receiver = self.grants[transfer_id.attempt_id].receiver
         self.tries.append(Try(transfer_id, Pair(name, receiver)))
         deadline_s = self.now_s + DEADLINE_S
-        self.to_sender(name, TransferStarted(transfer_id, ref_of(receiver), "", 0, self.num_tokens, (0,), deadline_s))
+        self.to_sender(
+            name, TransferStarted(transfer_id, ref_of(receiver), "", 0, self.num_tokens, ((0,),), deadline_s)
+        )
 
     def _expect(self, attempt_id: AttemptId) -> None:
         table = (list(self.grants).index(attempt_id),)
         receiver = self.grants[attempt_id].receiver
-        self.to_receiver(receiver, TransferExpected(attempt_id, 0, self.num_tokens, table, len(TOKENS)))
+        self.to_receiver(receiver, TransferExpected(attempt_id, 0, self.num_tokens, (table,), len(TOKENS)))
 
     def to_sender(self, name: str, event: SenderEvent) -> None:
         self._perform_sender(name, self.senders[name].handle(event, self.now_s))

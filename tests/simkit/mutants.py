@@ -96,10 +96,10 @@ MUTANTS = (
     Mutant(
         "layers 1 and 2 are swapped",
         "kvtransfer.receiver.core:ReceiverCore._write",
-        "self._effects.append(WriteChunk(event.peer, event.transfer_id, chunk, attempt.expected.block_table))",
-        "import dataclasses; n = self._planner.num_layers; "
+        "self._effects.append(WriteChunk(event.peer, event.transfer_id, chunk, block_table))",
+        "import dataclasses; n = self._planner.spec.num_layers; "
         "swapped = dataclasses.replace(chunk, layer_start=n - chunk.layer_end, layer_end=n - chunk.layer_start); "
-        "self._effects.append(WriteChunk(event.peer, event.transfer_id, swapped, attempt.expected.block_table))",
+        "self._effects.append(WriteChunk(event.peer, event.transfer_id, swapped, block_table))",
         ("cluster: no fault", "simulator"),
     ),
     Mutant(

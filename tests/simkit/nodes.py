@@ -20,6 +20,7 @@ from kvtransfer.chunk.plan import ChunkPlanner
 from kvtransfer.receiver.core import ReceiverCore
 from kvtransfer.sender.core import SenderCore
 from prefill_worker.core import PrefillCore
+from tests.caches import row_spec
 from tests.simkit.layered_engine import NUM_LAYERS, LayeredEngine
 from tests.simkit.virtual_time import VirtualTime
 
@@ -106,7 +107,7 @@ class SimWorker(Node):
     def __init__(
         self, ref: WorkerRef, role: Role, time: VirtualTime, rng: random.Random, num_blocks: int, block_size: int
     ) -> None:
-        planner = ChunkPlanner(NUM_LAYERS, 8, min_chunk_bytes=64)
+        planner = ChunkPlanner(row_spec(NUM_LAYERS, 8), min_chunk_bytes=64)
         self.pool = BlockPool(num_blocks, block_size)
         self.engine = LayeredEngine(block_size)
         self.ref = ref

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from common.engine.devices.triton.chunk import pack_chunk, unpack_chunk
+from common.engine.devices.triton.chunk import gather_rows, scatter_rows
 from common.engine.devices.triton.decode_attention import decode_attention, decode_candidates
 from common.engine.devices.triton.norm import add_rms_norm, rms_norm
 from common.engine.devices.triton.prefill_attention import prefill_attention, prefill_candidates
@@ -114,8 +114,8 @@ def _other_cases() -> Iterator[Case]:
         for head_dim in (64, 128):
             shape = Shape(head_dim=head_dim, num_kv_heads=8, group=4, dtype=DTYPES[dtype])
             yield Case(f"rope_and_write {dtype} d{head_dim}", partial(_rope, shape), NO_MATRIX)
-        for name, copy in (("pack", pack_chunk), ("unpack", unpack_chunk)):
-            yield Case(f"{name} {dtype}", partial(_copy, copy, DTYPES[dtype]), NO_MATRIX)
+        for copy in (gather_rows, scatter_rows):
+            yield Case(f"{copy.__name__} {dtype}", partial(_copy, copy, 8 * 128 * DTYPES[dtype].itemsize), NO_MATRIX)
         for hidden in (576, 4096, 8192):
             x = torch.ones(4, hidden, dtype=DTYPES[dtype])
             yield Case(f"add_rms_norm {dtype} {hidden}", partial(add_rms_norm, x, x, x[0], 1e-5), NO_MATRIX)
@@ -141,10 +141,9 @@ def _rope(shape: Shape) -> None:
     rope_and_write(case.q.contiguous(), k, k, angles, case.batch.positions, case.kv, case.batch.slot_mapping)
 
 
-def _copy(copy: Any, dtype: torch.dtype) -> None:
-    cache = torch.zeros(4, 2, 8, 16, 8, 128, dtype=dtype)
-    payload = torch.zeros(2, 2, 100, 8, 128, dtype=dtype)
-    copy(cache, torch.arange(100), range(1, 3), payload)
+def _copy(copy: Any, row_bytes: int) -> None:
+    plane, part = (torch.zeros(2, num_rows, row_bytes, dtype=torch.uint8) for num_rows in (128, 100))
+    copy(plane, torch.arange(100), slice(0, row_bytes), part)
 
 
 def faults(facts: Facts, matrix: dict[str, str]) -> list[str]:

@@ -7,6 +7,9 @@ import torch
 
 from common.checkpoint.layers import AttentionOptions
 
+# One layer of the cache: a tensor [num_blocks, block_size, *row] for each plane of its group, in the group's order.
+LayerKV = tuple[torch.Tensor, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
@@ -25,10 +28,10 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """RoPE + KV write, then attention over the paged cache. `kv` is one layer of the cache:
+    """RoPE + KV write, then attention over the paged cache.
 
-    [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim], or of a quantized one (`common.engine.kv.quantized`):
-    [2 (K, V), num_blocks, block_size, 1, row_bytes], int8 or float8_e4m3fn.
+    `kv` is one layer of it: keys and values with rows [num_kv_heads, head_dim]; if those are codes (int8 or
+    float8_e4m3fn), then their scales, [num_kv_heads] float32 (`common.engine.kv.attention_planes`).
     """
 
     def rope_and_write(
@@ -37,14 +40,12 @@ class AttentionBackend(Protocol):
         k: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
         v: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
         cos_sin: torch.Tensor,  # [max_position, head_dim] float32: cos in the first half, sin in the second
-        kv: torch.Tensor,
+        kv: LayerKV,
         batch: AttentionBatch,
     ) -> torch.Tensor:
         """Rotate q and k (half-rotation form), write k and v to their slots; returns the rotated q."""
         ...
 
-    def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, options: AttentionOptions
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, options: AttentionOptions) -> torch.Tensor:
         """Causal attention of every new token over its sequence. Returns [num_tokens, num_heads, head_dim]."""
         ...

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from common.checkpoint.layers import LayerSpec
-from common.engine.contract.attention import AttentionBackend, AttentionBatch
+from common.engine.contract.attention import AttentionBackend, AttentionBatch, LayerKV
 from common.engine.contract.draws import DrawCandidates
 from common.engine.contract.elementwise import Elementwise
 from common.engine.contract.executor import LayerHook
@@ -65,7 +65,7 @@ class CompiledRun(Protocol):
         """Whether it computes final norm and head too, and returns logits [num_rows, vocab_size] float32."""
         ...
 
-    def can_run(self, kv: torch.Tensor) -> bool:
+    def can_run(self, kv: LayerKV) -> bool:
         """Whether it knows such a cache; `kv` is one layer of it."""
         ...
 
@@ -73,7 +73,7 @@ class CompiledRun(Protocol):
         self,
         hidden: torch.Tensor,  # [num_tokens, hidden_size], overwritten
         batch: AttentionBatch,
-        kv: Sequence[torch.Tensor],  # of its layers
+        kv: Sequence[LayerKV],  # of its layers
         rows: torch.Tensor | None,  # [num_rows] int64, ascending: what is wanted past the last attention; None = all
         layer_hook: LayerHook | None,  # called with the number of its own layers whose KV is written
     ) -> torch.Tensor:
@@ -112,7 +112,7 @@ class Device(Protocol):
         """The runs of layers that it can compute in one call, by the number of their first layer. {} = none."""
         ...
 
-    def tune(self, kv: torch.Tensor, num_heads: int, head_dim: int) -> None:
+    def tune(self, kv: LayerKV, num_heads: int, head_dim: int) -> None:
         """Choose kernels' tilings for one layer `kv` of the cache. Changes no result beyond rounding."""
         ...
 

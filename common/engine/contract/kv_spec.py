@@ -22,11 +22,19 @@ class Plane:
     name: str
     shape: tuple[int, ...]
     dtype: str  # as torch names it, without "torch."
-    shard: int | None = None  # the axis of `shape` that ranks split among them; None = each rank holds the whole row
+    is_sharded: bool = False  # ranks split the first axis of `shape` (heads) among them; else each holds the whole row
 
     @property
     def row_bytes(self) -> int:
         return prod(self.shape) * BYTES_PER_ELEMENT[self.dtype]
+
+    @property
+    def num_shards(self) -> int:
+        """Equal pieces of a row that ranks may split: heads, or 1."""
+        return self.shape[0] if self.is_sharded else 1
+
+    def __str__(self) -> str:
+        return f"{self.name} {'x'.join(map(str, self.shape))} {self.dtype}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +45,33 @@ class KVGroup:
     planes: tuple[Plane, ...]
     window: int = 0  # a token is read by itself and the window - 1 tokens after it; 0 = by all later ones
 
+    def __post_init__(self) -> None:
+        assert self.layers, "a group without layers"
+        assert len({(plane.is_sharded, plane.num_shards) for plane in self.planes}) == 1, (
+            "planes that split differently"
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.planes[0].is_sharded
+
+    @property
+    def num_shards(self) -> int:
+        """Of each of its planes."""
+        return self.planes[0].num_shards
+
     @property
     def bytes_per_token_layer(self) -> int:
         """All planes of one token in one layer."""
         return sum(plane.row_bytes for plane in self.planes)
+
+    def first_token_needed(self, num_tokens: int) -> int:
+        """The first of `num_tokens` tokens that any later one reads."""
+        return max(0, num_tokens - self.window + 1) if self.window else 0
+
+    def __str__(self) -> str:
+        window = f" window {self.window}" if self.window else ""
+        return f"layers {_ranges(self.layers)}{window}: {', '.join(map(str, self.planes))}"
 
     @property
     def bytes_per_token(self) -> int:
@@ -67,3 +98,10 @@ class KVSpec:
     def bytes_per_block(self) -> int:
         """One block of each group."""
         return self.block_size * self.bytes_per_token
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """0, 1, 2, 5 as 0-2 5"""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

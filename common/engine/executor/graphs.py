@@ -82,7 +82,7 @@ class DecodeGraphs:
         self._max_num_seqs = max_num_seqs
         self._max_len = max_len
         self._capture = capture
-        self._inputs = StepInputs.empty(max_num_seqs, -(-max_len // cache.block_size), cache.data.device)
+        self._inputs = StepInputs.empty(max_num_seqs, -(-max_len // cache.block_size), cache.device)
         self._graphs: dict[tuple[int, int], tuple[Callable[[], None], torch.Tensor]] = {}
 
     @property

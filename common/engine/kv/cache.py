@@ -1,62 +1,51 @@
-"""The KV cache tensor of one worker. Owns the memory; which block belongs to whom is the block pool's business."""
+"""The KV cache of one worker. Owns the memory; which block belongs to whom is the block pool's business.
+
+It knows groups, planes and rows (`common.engine.contract.kv_spec`), not what a row means.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from common.engine.contract.attention import LayerKV
+from common.engine.contract.kv_spec import KVSpec, Plane
 from common.engine.kv.fence import Fence, StreamFence
 from common.engine.kv.pages import advise_huge_pages, give_back_pages
-from common.engine.kv.quantized import is_quantized, row_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """How one token's KV looks: what all workers of a model share, whatever their block size."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype  # int8 and float8_e4m3fn: rows as in `common.engine.kv.quantized`
-
-    @property
-    def row(self) -> tuple[int, int]:
-        """The last two dimensions of the cache: K or V of one token in one layer."""
-        if is_quantized(self.dtype):
-            return 1, row_bytes(self.num_kv_heads, self.head_dim)
-        return self.num_kv_heads, self.head_dim
-
-    @property
-    def bytes_per_token(self) -> int:
-        """K and V of all layers."""
-        return 2 * self.num_layers * self.row[0] * self.row[1] * self.dtype.itemsize
 
 
 class KVCache:
-    """One allocation, [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim].
+    """One allocation per plane of each group, [num_layers, num_blocks, block_size, *row].
 
-    Quantized: the last two dimensions are [1, row_bytes]. `layers` are views of it without the first dimension. The
-    memory is not initialised: readers stay below a sequence's length.
+    `layers` are views of them by the model's numbers of layers. The memory is not initialised: readers stay below a
+    sequence's length.
     """
 
-    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device | str = "cpu") -> None:
-        self.shape = shape
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.data = torch.empty(
-            (shape.num_layers, 2, num_blocks, block_size, *shape.row),
-            dtype=shape.dtype,
-            device=device,
+    def __init__(self, spec: KVSpec, num_blocks: Sequence[int], device: torch.device | str = "cpu") -> None:
+        """`num_blocks` has a number for each group."""
+        self.spec = spec
+        self.num_blocks = tuple(num_blocks)
+        self.device = torch.device(device)
+        self.planes = tuple(  # [group][plane]
+            tuple(_allocate(plane, (len(group.layers), count, spec.block_size), self.device) for plane in group.planes)
+            for group, count in zip(spec.groups, self.num_blocks, strict=True)
         )
-        advise_huge_pages(self.data)
-        self.layers: tuple[torch.Tensor, ...] = self.data.unbind(0)
+        self.layers = self._layers()
         # None: what computes and what copies are in one order anyway
-        self.fence: Fence | None = StreamFence(shape.num_layers) if self.data.is_cuda else None
+        self.fence: Fence | None = StreamFence(spec.num_layers) if self.device.type == "cuda" else None
+
+    @property
+    def block_size(self) -> int:
+        return self.spec.block_size
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the whole cache holds."""
-        return self.num_blocks * self.block_size
+        """Tokens that a single sequence can have at most: those of a group without a window."""
+        full = [count for group, count in zip(self.spec.groups, self.num_blocks, strict=True) if not group.window]
+        return min(full or self.num_blocks) * self.block_size
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for planes in self.planes for plane in planes)
 
     def free(self) -> None:
         """Let go of the memory; none may read or write it any more.
@@ -64,26 +53,45 @@ class KVCache:
         Given back at once, whoever still holds a view: an ended role is a web of callbacks that refers to it, and lies
         about until the collector finds it. (Elsewhere than under Linux, where NumPy shares it, with the last view.)
         """
-        storage = self.data.untyped_storage()
-        if storage.resizable():
-            storage.resize_(0)
-        else:
-            give_back_pages(self.data)
-        self.data = torch.empty(0, dtype=self.data.dtype)
-        self.layers = ()
+        for plane in (plane for planes in self.planes for plane in planes):
+            storage = plane.untyped_storage()
+            if storage.resizable():
+                storage.resize_(0)
+            else:
+                give_back_pages(plane)
+        self.planes, self.layers = (), ()
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, target) in all layers, as if at once: every source is read before any write."""
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], group_idx: int = 0) -> None:
+        """Copy whole blocks (source, target) of a group, as if at once: every source is read before any write."""
         if not pairs:
             return
-        sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.data.device).unbind(1)
-        data = self.data.view(torch.uint8)
-        data.index_copy_(2, targets, data.index_select(2, sources))
+        sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
+        for plane in self.planes[group_idx]:
+            data = plane.view(torch.uint8)
+            data.index_copy_(1, targets, data.index_select(1, sources))
+
+    def _layers(self) -> tuple[LayerKV, ...]:
+        by_number: dict[int, LayerKV] = {}
+        for group, planes in zip(self.spec.groups, self.planes, strict=True):
+            by_number |= dict(zip(group.layers, zip(*planes, strict=True), strict=True))
+        return tuple(by_number[number] for number in range(self.spec.num_layers))
 
 
-def num_blocks_that_fit(kv_cache_bytes: int, shape: KVShape, block_size: int) -> int:
-    """Blocks in a budget. Raises ValueError when not even one fits."""
-    num_blocks = kv_cache_bytes // (shape.bytes_per_token * block_size)
-    if num_blocks < 1:
-        raise ValueError(f"kv_cache_bytes={kv_cache_bytes} is less than one block of {block_size} tokens")
-    return num_blocks
+def num_blocks_that_fit(kv_cache_bytes: int, spec: KVSpec, max_len: int) -> tuple[int, ...]:
+    """Blocks of each group in a budget, for sequences of up to `max_len` tokens.
+
+    A group with a window gets as much as as many sequences need in it as fit in the other groups: twice the window,
+    because a prompt is computed in runs of tokens. Raises ValueError when a group gets none.
+    """
+    lens = [min(max_len, 2 * group.window) if group.window else max_len for group in spec.groups]
+    total = sum(length * group.bytes_per_token for length, group in zip(lens, spec.groups, strict=True))
+    counts = tuple(kv_cache_bytes * length // (total * spec.block_size) for length in lens)
+    if min(counts) < 1:
+        raise ValueError(f"kv_cache_bytes={kv_cache_bytes} is less than one block of {spec.block_size} tokens")
+    return counts
+
+
+def _allocate(plane: Plane, size: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    data = torch.empty((*size, *plane.shape), dtype=getattr(torch, plane.dtype), device=device)
+    advise_huge_pages(data)
+    return data

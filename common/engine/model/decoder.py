@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from common.checkpoint import ModelSpec
 from common.checkpoint.families import family_of, layers_of
-from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.device import Device, Layer, Tail
 from common.engine.contract.executor import LayerHook
 from common.engine.model.layers import attend, finish, read_layer, write_kv
@@ -46,7 +46,7 @@ class Decoder:
         self,
         token_ids: torch.Tensor,  # [num_tokens] int64
         batch: AttentionBatch,
-        kv: Sequence[torch.Tensor],  # per layer
+        kv: Sequence[LayerKV],  # per layer
         logit_rows: torch.Tensor,  # [num_rows] int64, ascending: the tokens whose logits are wanted
         layer_hook: LayerHook | None = None,
     ) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Decoder:
         idx: int,
         hidden: torch.Tensor,
         batch: AttentionBatch,
-        kv: torch.Tensor,
+        kv: LayerKV,
         rows: torch.Tensor | None,
         layer_hook: LayerHook | None,
     ) -> torch.Tensor:

@@ -6,14 +6,12 @@ import torch
 import torch.nn.functional as F
 
 from common.checkpoint.layers import LayerSpec
-from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.device import Device, Layer, Linear
 from common.engine.model.weights import Weights
 
 
-def write_kv(
-    layer: Layer, device: Device, hidden: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch
-) -> torch.Tensor:
+def write_kv(layer: Layer, device: Device, hidden: torch.Tensor, kv: LayerKV, batch: AttentionBatch) -> torch.Tensor:
     """Write K and V of all tokens [num_tokens, hidden_size]; returns the rotated queries [.., num_heads, head_dim]."""
     spec = layer.spec
     parts = layer.qkv(_norm(layer, device, hidden, "before_attention"))
@@ -26,7 +24,7 @@ def write_kv(
     return device.attention.rope_and_write(q, k, v, layer.cos_sin, kv, batch)
 
 
-def attend(layer: Layer, device: Device, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+def attend(layer: Layer, device: Device, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim]"""
     return device.attention.attend(q, kv, batch, layer.spec.attention).flatten(1)
 

@@ -249,13 +249,21 @@ class ChunkAnnounced(_message.Message):
     TOKEN_START_FIELD_NUMBER: _builtins.int
     TOKEN_END_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    GROUP_IDX_FIELD_NUMBER: _builtins.int
+    SHARD_START_FIELD_NUMBER: _builtins.int
+    SHARD_END_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     layer_start: _builtins.int
+    """Layers are counted within the group."""
     layer_end: _builtins.int
     token_start: _builtins.int
     token_end: _builtins.int
     num_bytes: _builtins.int
     """Length of the payload on the link, header included."""
+    group_idx: _builtins.int
+    """Layers with a block table of their own, and what of each row of theirs travels (heads)."""
+    shard_start: _builtins.int
+    shard_end: _builtins.int
     @_builtins.property
     def transfer_id(self) -> Global___TransferId: ...
     def __init__(
@@ -268,10 +276,13 @@ class ChunkAnnounced(_message.Message):
         token_start: _builtins.int = ...,
         token_end: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
+        group_idx: _builtins.int = ...,
+        shard_start: _builtins.int = ...,
+        shard_end: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer_end", b"layer_end", "layer_start", b"layer_start", "num_bytes", b"num_bytes", "seq", b"seq", "token_end", b"token_end", "token_start", b"token_start", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_idx", b"group_idx", "layer_end", b"layer_end", "layer_start", b"layer_start", "num_bytes", b"num_bytes", "seq", b"seq", "shard_end", b"shard_end", "shard_start", b"shard_start", "token_end", b"token_end", "token_start", b"token_start", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ import torch
 from common.checkpoint import CheckpointError, open_checkpoint
 from common.engine.devices.cpu.device import CpuDevice, cpu_dtype
 from common.engine.devices.cpu.native.ops import native_ops
-from common.engine.loading import LoadedModel, fingerprint_of, load_model, open_device
+from common.engine.loading import LoadedModel, fingerprint_of, kv_spec_of, load_model, open_device
 from common.values.config import ModelConfig, WorkerConfig
 from tests.interpreter import import_triton_interpreted
 from tests.tiny_model import TinyModel, write_tiny_model
@@ -28,9 +28,9 @@ def test_the_cache_takes_as_many_blocks_as_its_bytes_hold(tmp_path: Path) -> Non
     path = write_tiny_model(tmp_path / "m")
     loaded = load(path, dtype="float32", kv_cache_bytes=1 << 20, block_size=32)
     block_bytes = 2 * 2 * 2 * 16 * 4 * 32
-    assert loaded.cache.num_blocks == (1 << 20) // block_bytes
-    assert loaded.cache.data.nbytes <= 1 << 20
-    assert load(path, num_blocks=7).cache.num_blocks == 7
+    assert loaded.cache.num_blocks == ((1 << 20) // block_bytes,)
+    assert loaded.cache.nbytes <= 1 << 20
+    assert load(path, num_blocks=7).cache.num_blocks == (7,)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_the_served_name_is_the_configured_one_or_the_directorys(tmp_path: Path)
 
 def test_weights_and_cache_have_the_chosen_dtype(tmp_path: Path) -> None:
     loaded = load(write_tiny_model(tmp_path / "m"), dtype="bfloat16", num_blocks=2)
-    assert loaded.device.dtype == loaded.cache.data.dtype == torch.bfloat16
+    assert loaded.device.dtype == loaded.cache.planes[0][0].dtype == torch.bfloat16
     assert ("dtype", "bfloat16") in loaded.fingerprint.fields
 
 
@@ -61,10 +61,12 @@ def test_a_quantized_cache_holds_more_tokens_in_the_same_memory(tmp_path: Path, 
     plain, quantized = (
         load(path, dtype="bfloat16", kv_cache_bytes=1 << 20, kv_cache_dtype=kind) for kind in ("auto", name)
     )
-    assert quantized.cache.data.dtype == dtype
-    assert quantized.cache.data.nbytes <= 1 << 20
+    assert quantized.cache.planes[0][0].dtype == dtype
+    assert quantized.cache.nbytes <= 1 << 20
     assert quantized.cache.num_slots > 1.75 * plain.cache.num_slots
-    assert ("kv_cache_dtype", str(dtype).removeprefix("torch.")) in quantized.fingerprint.fields
+    type_name = str(dtype).removeprefix("torch.")
+    planes = f"k 2x64 {type_name}, v 2x64 {type_name}, k_scale 2 float32, v_scale 2 float32"
+    assert ("kv_cache", f"layers 0-1: {planes}") in quantized.fingerprint.fields
 
 
 def test_auto_is_bfloat16_exactly_where_the_hardware_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,16 +102,17 @@ def test_triton_refuses_weights_of_fewer_bits_by_name() -> None:
 def test_copies_of_a_model_pair_and_every_difference_is_named(tmp_path: Path) -> None:
     def fingerprint(name: str, model: TinyModel, *dtypes: torch.dtype) -> Any:
         of_model, of_cache = dtypes or (torch.float32, torch.float32)
-        return fingerprint_of(open_checkpoint(write_tiny_model(tmp_path / name, model)), of_model, of_cache)
+        checkpoint = open_checkpoint(write_tiny_model(tmp_path / name, model))
+        return fingerprint_of(checkpoint, of_model, kv_spec_of(checkpoint.config, of_cache, 16))
 
     base = fingerprint("a", TinyModel())
     assert base.mismatches(fingerprint("b", TinyModel())) == []
     changed = fingerprint("c", TinyModel(), torch.bfloat16, torch.float32)
     assert [mismatch.split(":")[0] for mismatch in base.mismatches(changed)] == ["dtype"]
     changed = fingerprint("f", TinyModel(), torch.float32, torch.int8)
-    assert [mismatch.split(":")[0] for mismatch in base.mismatches(changed)] == ["kv_cache_dtype"]
+    assert [mismatch.split(":")[0] for mismatch in base.mismatches(changed)] == ["kv_cache"]
     names = [mismatch.split(":")[0] for mismatch in base.mismatches(fingerprint("d", TinyModel(num_kv_heads=4)))]
-    assert names == ["model", "num_kv_heads"]
+    assert names == ["kv_cache", "model"]
     assert base.mismatches(fingerprint("e", TinyModel(seed=1))) != []
 
 

@@ -14,6 +14,7 @@ from common.worker.control import WorkerControl
 from common.worker.lifecycle import Build, WorkerContext, run_worker
 from common.worker.role import RoleShell
 from deploy.worker.roles import build_of
+from tests.caches import planes_of
 from tests.tiny_model import write_tiny_model
 from tests.waiting import until
 
@@ -41,8 +42,7 @@ async def test_each_role_gives_up_the_memory_of_its_kv_cache_to_the_next(model: 
 
     def noting(role: str) -> Build:
         def build(around: WorkerContext) -> RoleShell:
-            rows = around.loaded.cache.data.view(torch.uint8).flatten().fill_(1)
-            seen.append(rows.numpy())
+            seen.extend(plane.view(torch.uint8).flatten().fill_(1).numpy() for plane in planes_of(around.loaded.cache))
             shell = build_of(role)(around)
             assert isinstance(shell, RoleShell)
             return shell

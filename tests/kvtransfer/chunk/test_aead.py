@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.engine.kv.cache import KVCache
 from common.values.ids import WorkerRef
 from common.values.request import Fingerprint
 from kvtransfer.chunk.aead import KEY_BYTES, TAG_BYTES, Aead, AeadKind, plaintext
 from kvtransfer.session import SessionSettings
+from tests.caches import attention_spec
 
 KEY = bytes(range(KEY_BYTES))
 HEADER = b"layers 3 to 4, chunk 7"
@@ -86,8 +88,10 @@ def test_a_key_of_another_length_is_refused() -> None:
 
 
 def test_the_setting_and_the_transport_say_whether_a_session_is_sealed() -> None:
-    settings = SessionSettings(WorkerRef("p0", "a"), Fingerprint(), torch.zeros(1))
+    settings = SessionSettings(
+        WorkerRef("p0", "a"), Fingerprint(), KVCache(attention_spec(1, 1, 1, torch.float32), (1,))
+    )
     assert settings.aead_kind is AeadKind.AES_GCM
     assert replace(settings, digest=False).aead_kind is AeadKind.NONE
-    on_device = replace(settings, kv=torch.zeros(1, device="meta"), transport="nccl")
+    on_device = replace(settings, cache=KVCache(settings.cache.spec, (1,), "meta"), transport="nccl")
     assert on_device.aead_kind is AeadKind.NONE

@@ -7,8 +7,9 @@ import pytest
 from kvtransfer.chunk.plan import FRAME_BYTES, MAX_OVER_MIN, ChunkCutter, ChunkPlanner
 from kvtransfer.events import Chunk
 from kvtransfer.receiver.coverage import Coverage
+from tests.caches import row_spec
 
-PLANNER = ChunkPlanner(num_layers=4, bytes_per_token_layer=100, min_chunk_bytes=1000)
+PLANNER = ChunkPlanner(row_spec(4, 100), min_chunk_bytes=1000)
 
 
 def rectangles(chunks: list[Chunk]) -> list[tuple[int, int, int, int]]:
@@ -23,7 +24,7 @@ def test_a_layer_that_reaches_the_minimum_goes_alone() -> None:
         [(2, 3, 0, 20)],
         [(3, 4, 0, 20)],
     ]
-    assert cutter.is_complete
+    assert cutter.finish() == []
 
 
 def test_small_layers_are_sent_together_and_the_last_ones_as_they_are() -> None:
@@ -83,7 +84,7 @@ def test_a_transfer_of_nothing_is_an_error(first_token: int, num_tokens: int) ->
 @pytest.mark.parametrize("step", [1, 7, 16, 24, 100])
 def test_every_cell_is_cut_exactly_once_whatever_the_prefill_chunks(step: int) -> None:
     """The last half-filled block of a prefill chunk is not shipped twice, nor never."""
-    cutter, coverage = ChunkCutter(PLANNER, 3, 100), Coverage(4, 3, 100)
+    cutter, coverage = ChunkCutter(PLANNER, 3, 100), Coverage(PLANNER, 3, 100)
     chunks = []
     for token_end in [*range(step, 100, step), 100]:
         for layers in range(1, 5):
@@ -97,17 +98,18 @@ def test_every_cell_is_cut_exactly_once_whatever_the_prefill_chunks(step: int) -
 def test_random_computations_are_tiled_exactly() -> None:
     for seed in range(300):
         rng = random.Random(seed)
-        planner = ChunkPlanner(rng.randint(1, 9), rng.choice([4, 96, 1536]), rng.choice([1, 500, 5000]))
+        num_layers = rng.randint(1, 9)
+        planner = ChunkPlanner(row_spec(num_layers, rng.choice([4, 96, 1536])), rng.choice([1, 500, 5000]))
         num_tokens = rng.randint(1, 200)
         first_token = rng.randrange(num_tokens)
         cutter, coverage = (
             ChunkCutter(planner, first_token, num_tokens),
-            Coverage(planner.num_layers, first_token, num_tokens),
+            Coverage(planner, first_token, num_tokens),
         )
         chunks, token_end = [], 0
         while token_end < num_tokens and rng.random() < 0.95:
             token_end = min(num_tokens, token_end + rng.randint(1, 60))
-            layers = sorted(rng.randint(0, planner.num_layers) for _ in range(rng.randint(0, 4)))
+            layers = sorted(rng.randint(0, num_layers) for _ in range(rng.randint(0, 4)))
             chunks += [chunk for count in layers for chunk in cutter.advance(count, token_end)]
         chunks += cutter.finish()
         assert [coverage.add(chunk) for chunk in chunks] == [None] * len(chunks), f"seed {seed}"
@@ -134,7 +136,7 @@ def test_the_announced_length_must_be_what_the_rectangle_says() -> None:
     ],
 )
 def test_overlapping_or_outlying_chunks_are_named(second: Chunk) -> None:
-    coverage = Coverage(4, 0, 20)
+    coverage = Coverage(PLANNER, 0, 20)
     assert coverage.add(Chunk(0, 0, 2, 0, 10, 0)) is None
     problem = coverage.add(second)
     assert problem is not None
@@ -145,6 +147,6 @@ def test_overlapping_or_outlying_chunks_are_named(second: Chunk) -> None:
 def test_chunks_may_come_in_any_order() -> None:
     chunks = [Chunk(0, layer, layer + 1, start, start + 5, 0) for layer in range(4) for start in (0, 5, 10, 15)]
     random.Random(3).shuffle(chunks)
-    coverage = Coverage(4, 0, 20)
+    coverage = Coverage(PLANNER, 0, 20)
     assert not any(coverage.add(chunk) for chunk in chunks)
     assert coverage.is_complete

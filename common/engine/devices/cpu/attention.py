@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from common.checkpoint.layers import AttentionOptions
-from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.devices.cpu.gathers import DecodeGroup, Gathers
 from common.engine.devices.cpu.native.ops import NativeOps
 from common.engine.devices.cpu.torch_prefill import cap_scores, causal_attention
+from common.engine.kv.attention_planes import read_rows, write_rows
 from common.engine.kv.quantized import is_quantized
-from common.engine.kv.rows import read_rows, write_rows
 
 
 class CpuAttention:
@@ -33,27 +33,25 @@ class CpuAttention:
         k: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
         v: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
         cos_sin: torch.Tensor,  # [max_position, head_dim] float32
-        kv: torch.Tensor,
+        kv: LayerKV,
         batch: AttentionBatch,
     ) -> torch.Tensor:
         """Rotate q and k, write k and v to their slots; a token with slot -1 is not written. Returns rotated q."""
-        if self._ops is not None and not is_quantized(kv.dtype):
+        if self._ops is not None and not is_quantized(kv[0].dtype):
             return self._ops.rope_write(q, k, v, cos_sin, kv, batch)
         gathers = self._gathers_of(batch, kv, q.dtype)
         cos, sin = gathers.angles(cos_sin)
-        k = rotate(k.float() if is_quantized(kv.dtype) else k, cos, sin)  # rounded once, by the quantization
+        k = rotate(k.float() if is_quantized(kv[0].dtype) else k, cos, sin)  # rounded once, by the quantization
         if gathers.written_rows is not None:
             k, v = k[gathers.written_rows], v[gathers.written_rows]
         write_rows(kv, gathers.written_slots, k, v)
         return rotate(q, cos, sin)
 
-    def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, options: AttentionOptions
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, options: AttentionOptions) -> torch.Tensor:
         """Causal attention of every new token over its sequence. Returns [num_tokens, num_heads, head_dim]."""
         gathers = self._gathers_of(batch, kv, q.dtype)
         output = torch.empty_like(q)
-        if self._ops is not None and options.is_plain and not is_quantized(kv.dtype):
+        if self._ops is not None and options.is_plain and not is_quantized(kv[0].dtype):
             if len(gathers.prefill_runs) < batch.seq_lens.shape[0]:
                 self._ops.decode_attention(output, q, kv, batch, options.scale)
         else:
@@ -61,13 +59,13 @@ class CpuAttention:
                 output[group.rows] = _attend_group(q[group.rows], kv, group, options)
         for run in gathers.prefill_runs:
             rows = slice(run.first_row, run.last_row)
-            k, v = read_rows(kv, run.slots, q.shape[2], q.dtype)
+            k, v = read_rows(kv, run.slots, q.dtype)
             output[rows] = causal_attention(q[rows], k, v, options)
         return output
 
-    def _gathers_of(self, batch: AttentionBatch, kv: torch.Tensor, dtype: torch.dtype) -> Gathers:
+    def _gathers_of(self, batch: AttentionBatch, kv: LayerKV, dtype: torch.dtype) -> Gathers:
         if self._gathers is None or self._gathers.batch is not batch:
-            self._gathers = Gathers(batch, kv.shape[2], dtype)
+            self._gathers = Gathers(batch, kv[0].shape[1], dtype)
         return self._gathers
 
 
@@ -81,11 +79,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return rotated
 
 
-def _attend_group(q: torch.Tensor, kv: torch.Tensor, group: DecodeGroup, options: AttentionOptions) -> torch.Tensor:
+def _attend_group(q: torch.Tensor, kv: LayerKV, group: DecodeGroup, options: AttentionOptions) -> torch.Tensor:
     num_seqs, max_len = group.slots.shape
     k, v = (
         rows.view(num_seqs, max_len, *rows.shape[1:]).transpose(1, 2)  # [num_seqs, num_kv_heads, max_len, head_dim]
-        for rows in read_rows(kv, group.slots.view(-1), q.shape[2], q.dtype)
+        for rows in read_rows(kv, group.slots.view(-1), q.dtype)
     )
     grouped_q = q.view(num_seqs, k.shape[1], -1, q.shape[2])
     if options.is_plain:

@@ -6,7 +6,7 @@ from itertools import groupby
 import torch
 
 from common.checkpoint.layers import PRE_NORMS
-from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.device import CompiledRun, Layer, Tail
 from common.engine.contract.executor import LayerHook
 from common.engine.devices.cpu.native.products import NativeProducts
@@ -43,15 +43,15 @@ class NativeRun:
         self.num_layers = stack.num_layers
         self.has_tail = stack.has_tail
 
-    def can_run(self, kv: torch.Tensor) -> bool:
+    def can_run(self, kv: LayerKV) -> bool:
         """Whether the KV cache is a plain one."""
-        return kv.dtype == torch.bfloat16
+        return kv[0].dtype == torch.bfloat16
 
     def forward(
         self,
         hidden: torch.Tensor,
         batch: AttentionBatch,
-        kv: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
         rows: torch.Tensor | None,
         layer_hook: LayerHook | None,
     ) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from common.checkpoint import CheckpointError
+from common.engine.contract.attention import LayerKV
 from common.engine.contract.device import Capture, CompiledRun, Layer, Linear, Tail
 from common.engine.contract.elementwise import Elementwise, TorchElementwise
 from common.engine.devices.cpu.attention import CpuAttention
@@ -49,7 +50,7 @@ class CpuDevice:
     def compile(self, layers: Sequence[Layer], tail: Tail) -> Mapping[int, CompiledRun]:
         return compile_layers(layers, tail, self._products) if self._products is not None else {}
 
-    def tune(self, kv: torch.Tensor, num_heads: int, head_dim: int) -> None:
+    def tune(self, kv: LayerKV, num_heads: int, head_dim: int) -> None:
         """Nothing to choose."""
 
     def new_capture(self) -> Capture | None:

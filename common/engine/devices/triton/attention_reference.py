@@ -2,18 +2,17 @@
 
 import torch
 
-from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.attention import AttentionBatch, LayerKV
+from common.engine.kv.attention_planes import read_rows
 from common.engine.kv.quantized import is_quantized
-from common.engine.kv.rows import read_rows
 
 
-def gather_reference(
-    kv: torch.Tensor, block_table: torch.Tensor, seq_len: int, head_dim: int
-) -> tuple[torch.Tensor, ...]:
+def gather_reference(kv: LayerKV, block_table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, ...]:
     """K and V of the first `seq_len` tokens of a sequence, [seq_len, num_kv_heads, head_dim], also if quantized."""
-    positions = torch.arange(seq_len, device=kv.device)
-    slots = block_table.long()[positions // kv.shape[2]] * kv.shape[2] + positions % kv.shape[2]
-    return read_rows(kv, slots, head_dim, torch.float32 if is_quantized(kv.dtype) else kv.dtype)
+    dtype, block_size = kv[0].dtype, kv[0].shape[1]
+    positions = torch.arange(seq_len, device=kv[0].device)
+    slots = block_table.long()[positions // block_size] * block_size + positions % block_size
+    return read_rows(kv, slots, torch.float32 if is_quantized(dtype) else dtype)
 
 
 def attend_reference(
@@ -41,7 +40,7 @@ def attend_reference(
 
 
 def paged_attention_reference(
-    q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, scale: float, *, window: int = 0, soft_cap: float = 0.0
+    q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, *, window: int = 0, soft_cap: float = 0.0
 ) -> torch.Tensor:
     """Float64 attention of every new token over its sequence; zero for the tokens of a sequence of length 0."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -50,6 +49,6 @@ def paged_attention_reference(
         rows = slice(bounds[idx], bounds[idx + 1])
         if rows.start == rows.stop or seq_len == 0:
             continue
-        key, value = gather_reference(kv, batch.block_tables[idx], seq_len, q.shape[2])
+        key, value = gather_reference(kv, batch.block_tables[idx], seq_len)
         out[rows] = attend_reference(q[rows], key, value, scale, window=window, soft_cap=soft_cap)
     return out

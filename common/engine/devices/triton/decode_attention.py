@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.devices.triton.attention_reference import paged_attention_reference
 from common.engine.devices.triton.kv_layout import KVLayout, load_tile
 from common.engine.devices.triton.launch import jit, launch
@@ -68,9 +68,9 @@ def decode_attention_kernel(
     partial_ptr: tl.tensor,  # [num_seqs, num_heads, num_splits, HEAD_DIM] float32
     log_sum_ptr: tl.tensor,  # [num_seqs, num_heads, num_splits] float32: log2 of the softmax denominator
     q_ptr: tl.tensor,  # [num_tokens, num_heads, HEAD_DIM], strides given
-    key_ptr: tl.tensor,  # [num_blocks, BLOCK_SIZE, ROW_STRIDE]
+    key_ptr: tl.tensor,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
     value_ptr: tl.tensor,  # the same
-    key_scale_ptr: tl.tensor,  # the keys' memory as float32; read only if KIND is not PLAIN
+    key_scale_ptr: tl.tensor,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS] float32; read only if KIND is not PLAIN
     value_scale_ptr: tl.tensor,
     block_tables_ptr: tl.tensor,  # [num_seqs, max_blocks] int32
     cu_seqlens_q_ptr: tl.tensor,  # [num_seqs + 1] int32
@@ -82,7 +82,6 @@ def decode_attention_kernel(
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
@@ -121,7 +120,7 @@ def decode_attention_kernel(
         slots = paged_slots(block_table_ptr, key_pos, in_range, BLOCK_SIZE)
         key, value, scores_scale, value_scale = load_tile(
             planes, slots, in_range, kv_head, scale,
-            ROW_STRIDE, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, query.dtype, KIND, MASKED=True,
+            NUM_KV_HEADS, HEAD_DIM, DIM_TILE, query.dtype, KIND, MASKED=True,
         )  # fmt: skip
         scores = scaled_scores(query, key, scores_scale, SOFT_CAP)
         scores = tl.where(in_range[None, :], scores, float("-inf"))
@@ -179,7 +178,7 @@ def merge_splits_kernel(
 
 def decode_attention(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim], last dimension contiguous
-    kv: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim] or quantized, contiguous
+    kv: LayerKV,
     batch: AttentionBatch,  # at most one new token per sequence
     scale: float,
     *,
@@ -195,7 +194,7 @@ def decode_attention(
     assert q.stride(-1) == batch.block_tables.stride(-1) == 1
     assert batch.max_query_len <= 1
     _, num_heads, head_dim = q.shape
-    layout = KVLayout.of(kv, head_dim)
+    layout = KVLayout.of(kv)
     num_seqs = batch.seq_lens.shape[0]
     num_splits = max(1, triton.cdiv(batch.max_seq_len, SPLIT_LEN))
     group = num_heads // layout.num_kv_heads
@@ -208,8 +207,8 @@ def decode_attention(
         partial, log_sum, q, layout.key, layout.value, layout.key_scale, layout.value_scale,
         batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, scale,
         q.stride(0), q.stride(1), batch.block_tables.stride(0),
-        GROUP=group, GROUP_TILE=max(16, triton.next_power_of_2(group)), BLOCK_SIZE=kv.shape[2],
-        ROW_STRIDE=layout.row_stride, NUM_KV_HEADS=layout.num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile,
+        GROUP=group, GROUP_TILE=max(16, triton.next_power_of_2(group)), BLOCK_SIZE=layout.key.shape[1],
+        NUM_KV_HEADS=layout.num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile,
         BLOCK_N=tiles.block_n, SPLIT=SPLIT_LEN, WINDOW=window, SOFT_CAP=soft_cap, KIND=layout.kind,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from common.checkpoint import CheckpointError
 from common.checkpoint.layers import AttentionOptions
-from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.device import Capture, CompiledRun, Layer, Linear, Tail
 from common.engine.devices.triton.capture import CudaCapture
 from common.engine.devices.triton.decode_attention import decode_attention
@@ -40,15 +40,13 @@ class TritonAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         cos_sin: torch.Tensor,
-        kv: torch.Tensor,
+        kv: LayerKV,
         batch: AttentionBatch,
     ) -> torch.Tensor:
         """Rotate q and k, write k and v to their slots (below 0: not written); returns the rotated q."""
         return rope_and_write(q, k, v, cos_sin, batch.positions, kv, batch.slot_mapping)
 
-    def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, options: AttentionOptions
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, options: AttentionOptions) -> torch.Tensor:
         """A step of single tokens splits the keys over programs; any other mix goes through the prefill kernel."""
         parts = (q, kv, batch, options.scale)
         tuned, window, soft_cap = self.tiles, options.window, options.soft_cap
@@ -79,7 +77,7 @@ class TritonDevice:
         """None: steps are recorded as a whole instead, see `new_capture`."""
         return {}
 
-    def tune(self, kv: torch.Tensor, num_heads: int, head_dim: int) -> None:
+    def tune(self, kv: LayerKV, num_heads: int, head_dim: int) -> None:
         if self.place.type == "cuda":
             file = TuningFile.of_device(torch.cuda.get_device_name())
             self.attention.tiles = tune_attention(file, kv, num_heads, head_dim, self.dtype)

@@ -1,4 +1,4 @@
-"""How one layer of the cache looks to a kernel: where rows and scales are, and how codes become numbers.
+"""How one layer of the cache looks to a kernel: where its planes are, and how codes become numbers.
 
 The host's side is `KVLayout`; the device's side decodes and encodes by integer arithmetic, which is exact and compiles
 for processors without FP8, too.
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl
 
+from common.engine.contract.attention import LayerKV
 from common.engine.devices.triton.launch import jit
-from common.engine.kv.quantized import LIMITS, is_quantized, num_kv_heads_of
+from common.engine.kv.quantized import LIMITS, is_quantized
 
 # What the elements of a cache are: numbers of the model's type, INT8 codes, or FP8 codes (e4m3).
 PLAIN = tl.constexpr(0)
@@ -28,35 +29,34 @@ ROUND_FP8 = tl.constexpr(8388608.0)  # 2**23: the same for numbers from 0 on
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """One layer. `row_stride` in elements of `key`; scales are those of a quantized cache, else never read."""
+    """One layer. Scales are those of a quantized cache, else something that is never read."""
 
     kind: int
     num_kv_heads: int
-    row_stride: int
-    key: torch.Tensor  # [num_blocks, block_size, row_stride]
+    key: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     value: torch.Tensor
-    key_scale: torch.Tensor  # the same memory as float32
+    key_scale: torch.Tensor  # [num_blocks, block_size, num_kv_heads] float32
     value_scale: torch.Tensor
 
     @classmethod
-    def of(cls, kv: torch.Tensor, head_dim: int) -> "KVLayout":
-        """Of [2, num_blocks, block_size, num_kv_heads, head_dim], or [2, num_blocks, block_size, 1, row_bytes]."""
-        assert kv.is_contiguous()
-        num_kv_heads, row_stride = num_kv_heads_of(kv, head_dim), kv.shape[3] * kv.shape[4]
-        if not is_quantized(kv.dtype):
-            return cls(0, num_kv_heads, row_stride, *kv, *kv)
-        codes = kv if kv.dtype == torch.int8 else kv.view(torch.uint8)
-        scales = kv.view(torch.float32)
-        return cls(_KINDS[kv.dtype], num_kv_heads, row_stride, *codes, *scales)
+    def of(cls, kv: LayerKV) -> "KVLayout":
+        assert all(plane.is_contiguous() for plane in kv)
+        dtype, num_kv_heads = kv[0].dtype, kv[0].shape[2]
+        if not is_quantized(dtype):
+            return cls(0, num_kv_heads, kv[0], kv[1], kv[0], kv[1])
+        k, v, k_scale, v_scale = kv
+        if dtype != torch.int8:
+            k, v = k.view(torch.uint8), v.view(torch.uint8)
+        return cls(_KINDS[dtype], num_kv_heads, k, v, k_scale, v_scale)
 
 
 @jit
 def load_codes(
-    plane_ptr: tl.tensor,  # [num_slots, ROW_STRIDE]: keys or values
+    plane_ptr: tl.tensor,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]: keys or values
     slots: tl.tensor,  # [N] int64
     in_range: tl.tensor,  # [N]
     kv_head: tl.tensor,
-    ROW_STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     ELEMENT: tl.constexpr,
@@ -65,7 +65,7 @@ def load_codes(
 ) -> tl.tensor:
     """One head of some slots as numbers of ELEMENT, [N, DIM_TILE]: zero beyond HEAD_DIM, and out of range if MASKED."""
     dim = tl.arange(0, DIM_TILE)
-    pointers = plane_ptr + (slots.to(tl.int64) * ROW_STRIDE + kv_head * HEAD_DIM)[:, None] + dim[None, :]
+    pointers = plane_ptr + ((slots.to(tl.int64) * NUM_KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dim[None, :]
     if MASKED or DIM_TILE > HEAD_DIM:
         stored = tl.load(pointers, mask=in_range[:, None] & (dim < HEAD_DIM)[None, :], other=0)
     else:
@@ -84,12 +84,11 @@ def load_scale(pointers: tl.tensor, in_range: tl.tensor, KIND: tl.constexpr) -> 
 
 @jit
 def load_tile(
-    planes: tl.tuple,  # pointers: keys, values, the same memory as float32
+    planes: tl.tuple,  # pointers: keys, values, scales of both
     slots: tl.tensor,  # [N] int64
     in_range: tl.tensor,  # [N]
     kv_head: tl.tensor,
     scale: tl.tensor,
-    ROW_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
@@ -101,27 +100,15 @@ def load_tile(
     key_ptr, value_ptr, key_scale_ptr, value_scale_ptr = planes
     # The scales of values go into the softmax weights, where float16 would run out of exponents.
     WEIGHTED: tl.constexpr = tl.bfloat16 if KIND != PLAIN and tl.float16 == ELEMENT else ELEMENT
-    key = load_codes(key_ptr, slots, in_range, kv_head, ROW_STRIDE, HEAD_DIM, DIM_TILE, ELEMENT, KIND, MASKED)
-    value = load_codes(value_ptr, slots, in_range, kv_head, ROW_STRIDE, HEAD_DIM, DIM_TILE, WEIGHTED, KIND, MASKED)
+    key = load_codes(key_ptr, slots, in_range, kv_head, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, ELEMENT, KIND, MASKED)
+    value = load_codes(value_ptr, slots, in_range, kv_head, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, WEIGHTED, KIND, MASKED)
     scores_scale = scale
     value_scale = scale
     if KIND != PLAIN:
-        offsets = scale_offsets(slots, kv_head, ROW_STRIDE, NUM_KV_HEADS, HEAD_DIM)
+        offsets = slots.to(tl.int64) * NUM_KV_HEADS + kv_head
         scores_scale = scale * load_scale(key_scale_ptr + offsets, in_range, KIND)[None, :]
         value_scale = load_scale(value_scale_ptr + offsets, in_range, KIND)
     return key, value, scores_scale, value_scale
-
-
-@jit
-def scale_offsets(
-    slots: tl.tensor,  # [N] int64
-    kv_head: tl.tensor,
-    ROW_STRIDE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-) -> tl.tensor:
-    """Where the scale of a slot's head is, in float32 elements of a quantized plane."""
-    return slots.to(tl.int64) * (ROW_STRIDE // 4) + (NUM_KV_HEADS * HEAD_DIM // 4 + kv_head)
 
 
 @jit

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.devices.triton.attention_reference import paged_attention_reference
 from common.engine.devices.triton.kv_layout import KVLayout, load_tile
 from common.engine.devices.triton.launch import all_registers, jit, launch, num_processors, nvidia_arch
@@ -88,7 +88,6 @@ def attend_keys(
     kv_head: tl.tensor,
     scale: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
@@ -106,7 +105,7 @@ def attend_keys(
         slots = paged_slots(block_table_ptr, key_pos, in_range, BLOCK_SIZE)
         key, value, scores_scale, value_scale = load_tile(
             planes, slots, in_range, kv_head, scale,
-            ROW_STRIDE, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, query.dtype, KIND, MASKED,
+            NUM_KV_HEADS, HEAD_DIM, DIM_TILE, query.dtype, KIND, MASKED,
         )  # fmt: skip
         scores = scaled_scores(query, key, scores_scale, SOFT_CAP)
         if MASKED:
@@ -141,7 +140,6 @@ def attend_tile(
     q_head_stride: tl.tensor,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
@@ -175,11 +173,11 @@ def attend_tile(
     else:
         masked_from = (first_pos + 1) // BLOCK_N * BLOCK_N
         state = attend_keys(
-            query, query_pos, state, 0, masked_from, planes, block_table_ptr, kv_head, scale, BLOCK_SIZE, ROW_STRIDE,
+            query, query_pos, state, 0, masked_from, planes, block_table_ptr, kv_head, scale, BLOCK_SIZE,
             NUM_KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_N, WINDOW, SOFT_CAP, KIND, MASKED=False,
         )  # fmt: skip
     state = attend_keys(
-        query, query_pos, state, masked_from, end, planes, block_table_ptr, kv_head, scale, BLOCK_SIZE, ROW_STRIDE,
+        query, query_pos, state, masked_from, end, planes, block_table_ptr, kv_head, scale, BLOCK_SIZE,
         NUM_KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_N, WINDOW, SOFT_CAP, KIND, MASKED=True,
     )  # fmt: skip
     acc, row_max, row_sum = state
@@ -191,9 +189,9 @@ def attend_tile(
 def prefill_attention_kernel(
     out_ptr: tl.tensor,  # [num_tokens, num_heads, HEAD_DIM], contiguous
     q_ptr: tl.tensor,  # [num_tokens, num_heads, HEAD_DIM], strides given
-    key_ptr: tl.tensor,  # [num_blocks, BLOCK_SIZE, ROW_STRIDE]
+    key_ptr: tl.tensor,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
     value_ptr: tl.tensor,  # the same
-    key_scale_ptr: tl.tensor,  # the keys' memory as float32; read only if KIND is not PLAIN
+    key_scale_ptr: tl.tensor,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS] float32; read only if KIND is not PLAIN
     value_scale_ptr: tl.tensor,
     block_tables_ptr: tl.tensor,  # [num_seqs, max_blocks] int32
     cu_seqlens_q_ptr: tl.tensor,  # [num_seqs + 1] int32
@@ -206,7 +204,6 @@ def prefill_attention_kernel(
     block_table_stride: tl.tensor,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
@@ -229,7 +226,7 @@ def prefill_attention_kernel(
                 attend_tile(
                     out_ptr, q_ptr, planes, block_tables_ptr + seq.to(tl.int64) * block_table_stride,
                     tl.load(seq_lens_ptr + seq), (first_token, query_len, first_query), work % NUM_KV_HEADS, scale,
-                    q_token_stride, q_head_stride, GROUP, BLOCK_SIZE, ROW_STRIDE, NUM_KV_HEADS, HEAD_DIM, DIM_TILE,
+                    q_token_stride, q_head_stride, GROUP, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, DIM_TILE,
                     BLOCK_M, BLOCK_N, WINDOW, SOFT_CAP, KIND,
                 )  # fmt: skip
     else:
@@ -240,14 +237,14 @@ def prefill_attention_kernel(
         attend_tile(
             out_ptr, q_ptr, planes, block_tables_ptr + seq.to(tl.int64) * block_table_stride,
             tl.load(seq_lens_ptr + seq), (first_token, query_len, first_query), tl.program_id(0) % NUM_KV_HEADS, scale,
-            q_token_stride, q_head_stride, GROUP, BLOCK_SIZE, ROW_STRIDE, NUM_KV_HEADS, HEAD_DIM, DIM_TILE,
+            q_token_stride, q_head_stride, GROUP, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, DIM_TILE,
             BLOCK_M, BLOCK_N, WINDOW, SOFT_CAP, KIND,
         )  # fmt: skip
 
 
 def prefill_attention(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim], last dimension contiguous
-    kv: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim] or quantized, contiguous
+    kv: LayerKV,
     batch: AttentionBatch,
     scale: float,
     *,
@@ -262,7 +259,7 @@ def prefill_attention(
     """
     assert q.stride(-1) == batch.block_tables.stride(-1) == 1
     num_tokens, num_heads, head_dim = q.shape
-    layout = KVLayout.of(kv, head_dim)
+    layout = KVLayout.of(kv)
     group = num_heads // layout.num_kv_heads
     tiles = tiles or prefill_tiles(batch.max_query_len * group, head_dim, q.dtype, layout.kind)
     num_seqs = batch.seq_lens.shape[0]
@@ -280,7 +277,7 @@ def prefill_attention(
         out, q, layout.key, layout.value, layout.key_scale, layout.value_scale,
         batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, num_seqs, num_tiles, scale,
         q.stride(0), q.stride(1), batch.block_tables.stride(0),
-        GROUP=group, BLOCK_SIZE=kv.shape[2], ROW_STRIDE=layout.row_stride, NUM_KV_HEADS=layout.num_kv_heads,
+        GROUP=group, BLOCK_SIZE=layout.key.shape[1], NUM_KV_HEADS=layout.num_kv_heads,
         HEAD_DIM=head_dim, DIM_TILE=triton.next_power_of_2(head_dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         WINDOW=window, SOFT_CAP=soft_cap, KIND=layout.kind, IS_PERSISTENT=tiles.is_persistent,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **registers,

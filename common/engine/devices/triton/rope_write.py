@@ -4,10 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from common.engine.devices.triton.kv_layout import PLAIN, KVLayout, encoded, largest_of, scale_of, scale_offsets
+from common.engine.contract.attention import LayerKV
+from common.engine.devices.triton.kv_layout import PLAIN, KVLayout, encoded, largest_of, scale_of
 from common.engine.devices.triton.launch import jit, launch
+from common.engine.kv.attention_planes import write_rows
 from common.engine.kv.quantized import is_quantized
-from common.engine.kv.rows import write_rows
 
 TOKEN_TILE = 16
 
@@ -18,7 +19,7 @@ def rope_and_write_reference(
     v: torch.Tensor,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
-    kv: torch.Tensor,
+    kv: LayerKV,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """The same in float64; a quantized cache takes codes of the unrounded rotation."""
@@ -29,7 +30,7 @@ def rope_and_write_reference(
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
     kept = slot_mapping >= 0
-    stored = torch.float32 if is_quantized(kv.dtype) else kv.dtype
+    stored = torch.float32 if is_quantized(kv[0].dtype) else kv[0].dtype
     write_rows(kv, slot_mapping[kept], rotate(k)[kept].to(stored), v[kept].to(stored))
     return rotate(q).to(q.dtype)
 
@@ -95,9 +96,9 @@ def rope_and_write_kernel(
     v_ptr: tl.tensor,  # the same
     cos_sin_ptr: tl.tensor,  # [max_position, HEAD_DIM] float32
     positions_ptr: tl.tensor,  # [num_tokens] int64
-    key_ptr: tl.tensor,  # [num_blocks * block_size, ROW_STRIDE]
+    key_ptr: tl.tensor,  # [num_blocks * block_size, NUM_KV_HEADS, HEAD_DIM]
     value_ptr: tl.tensor,  # the same
-    key_scale_ptr: tl.tensor,  # the keys' memory as float32; written only if KIND is not PLAIN
+    key_scale_ptr: tl.tensor,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS] float32; written only if KIND is not PLAIN
     value_scale_ptr: tl.tensor,
     slot_mapping_ptr: tl.tensor,  # [num_tokens] int64
     num_tokens: tl.tensor,
@@ -109,7 +110,6 @@ def rope_and_write_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
     KIND: tl.constexpr,
 ) -> None:
     """grid: (cdiv(num_tokens, TOKENS), NUM_KV_HEADS). A slot below 0 is not written."""
@@ -133,7 +133,7 @@ def rope_and_write_kernel(
         rotate_rows(q_ptr, source, q_out_ptr, target, cos, sin, exists, HALF, HALF_TILE)
 
     is_written = slot >= 0
-    target = slot * ROW_STRIDE + kv_head * HEAD_DIM
+    target = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
     source = token * k_token_stride + kv_head * HEAD_DIM
     dim = tl.arange(0, DIM_TILE)
     mask = is_written[:, None] & (dim < HEAD_DIM)[None, :]
@@ -144,7 +144,7 @@ def rope_and_write_kernel(
         rotate_rows(k_ptr, source, key_ptr, target, cos, sin, is_written, HALF, HALF_TILE)
         tl.store(value_target, value.to(value_ptr.dtype.element_ty), mask=mask)
     else:
-        scale_at = scale_offsets(slot, kv_head, ROW_STRIDE, NUM_KV_HEADS, HEAD_DIM)
+        scale_at = slot * NUM_KV_HEADS + kv_head
         scales = key_scale_ptr + scale_at
         encode_rotated(k_ptr, source, key_ptr, target, scales, cos, sin, is_written, HALF, HALF_TILE, KIND)
         largest = largest_of(value.to(tl.float32))
@@ -158,7 +158,7 @@ def rope_and_write(
     v: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
     cos_sin: torch.Tensor,  # [max_position, head_dim] float32
     positions: torch.Tensor,  # [num_tokens] int64
-    kv: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim] or quantized, contiguous
+    kv: LayerKV,
     slot_mapping: torch.Tensor,  # [num_tokens] int64; below 0: not written
 ) -> torch.Tensor:
     """Rotate q into a new tensor, and k into the cache together with v, in codes and scales if that is quantized.
@@ -166,7 +166,7 @@ def rope_and_write(
     Within 2 * 2**-p of the reference for inputs in [-1, 1] (p = 21 in float32, 7 in bfloat16, 10 in float16); codes are
     at most one apart.
     """
-    layout = KVLayout.of(kv, q.shape[2])
+    layout = KVLayout.of(kv)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     assert all(x[:1].is_contiguous() for x in (q, k, v))
@@ -179,7 +179,7 @@ def rope_and_write(
         slot_mapping, num_tokens,
         q.stride(0), k.stride(0), v.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        DIM_TILE=dim_tile, TOKENS=TOKEN_TILE, ROW_STRIDE=layout.row_stride, KIND=layout.kind,
+        DIM_TILE=dim_tile, TOKENS=TOKEN_TILE, KIND=layout.kind,
         num_warps=max(1, dim_tile // 64),  # 8 elements per thread and load also where a warp has 64 threads
     )  # fmt: skip
     return q_out

@@ -17,7 +17,7 @@ import torch
 import triton
 
 from common.checkpoint.demo_model import cache_directory
-from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.devices.triton.decode_attention import DecodeTiles, decode_attention, decode_candidates
 from common.engine.devices.triton.kv_layout import KVLayout
 from common.engine.devices.triton.prefill_attention import PrefillTiles, prefill_attention, prefill_candidates
@@ -80,19 +80,19 @@ class TuningFile:
 
 def tune_attention(
     file: TuningFile,
-    kv: torch.Tensor,
+    kv: LayerKV,
     num_heads: int,
     head_dim: int,
     dtype: torch.dtype,
     measure: Measure | None = None,
 ) -> AttentionTiles:
     """The fastest tilings for one layer `kv` of a cache, which is read as it is, and queries of `dtype`."""
-    layout = KVLayout.of(kv, head_dim)
+    layout = KVLayout.of(kv)
     measure = measure or _bench
-    shape = f"{num_heads}/{layout.num_kv_heads}x{head_dim} {dtype} {kv.dtype} block {kv.shape[2]}"
+    shape = f"{num_heads}/{layout.num_kv_heads}x{head_dim} {dtype} {kv[0].dtype} block {kv[0].shape[1]}"
 
     def choose(name: str, attention: Callable[..., object], candidates: Sequence[object], batch: AttentionBatch) -> int:
-        q = torch.zeros((len(batch.positions), num_heads, head_dim), dtype=dtype, device=kv.device)
+        q = torch.zeros((len(batch.positions), num_heads, head_dim), dtype=dtype, device=kv[0].device)
         runs = [lambda tiles=tiles: attention(q, kv, batch, 1.0, tiles=tiles) for tiles in candidates]
         choice = file.choose(f"{name} {shape}", lambda: [_time_of(run, measure) for run in runs])
         return choice if choice < len(candidates) else 0
@@ -115,17 +115,17 @@ def _bench(run: Callable[[], object]) -> float:
     return float(triton.testing.do_bench(run))
 
 
-def _one_batch(kv: torch.Tensor, num_seqs: int, seq_len: int, num_new: int) -> AttentionBatch:
+def _one_batch(kv: LayerKV, num_seqs: int, seq_len: int, num_new: int) -> AttentionBatch:
     """Equal sequences; blocks are used again where the cache is too small for all of them."""
-    num_blocks, block_size = kv.shape[1:3]
+    num_blocks, block_size = kv[0].shape[:2]
     blocks_each = -(-seq_len // block_size)
-    tables = torch.arange(num_seqs * blocks_each, dtype=torch.int32, device=kv.device) % num_blocks
-    tokens = torch.zeros(num_seqs * num_new, dtype=torch.int64, device=kv.device)
+    tables = torch.arange(num_seqs * blocks_each, dtype=torch.int32, device=kv[0].device) % num_blocks
+    tokens = torch.zeros(num_seqs * num_new, dtype=torch.int64, device=kv[0].device)
     return AttentionBatch(
         positions=tokens,
         slot_mapping=tokens,
-        cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=kv.device) * num_new,
-        seq_lens=torch.full((num_seqs,), seq_len, dtype=torch.int32, device=kv.device),
+        cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=kv[0].device) * num_new,
+        seq_lens=torch.full((num_seqs,), seq_len, dtype=torch.int32, device=kv[0].device),
         block_tables=tables.view(num_seqs, blocks_each),
         max_query_len=num_new,
         max_seq_len=seq_len,

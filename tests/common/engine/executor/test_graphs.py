@@ -11,6 +11,7 @@ from common.engine.executor.runner import ModelRunner
 from common.engine.loading import LoadedModel, load_model
 from common.values.config import ModelConfig, WorkerConfig
 from common.values.request import SamplingParams
+from tests.caches import blocks_hold, fill
 from tests.common.engine.drive import Generation, blocks_for, run_all
 from tests.interpreter import import_triton_interpreted
 from tests.tiny_model import write_tiny_model
@@ -65,7 +66,7 @@ def test_replayed_steps_give_the_tokens_of_launched_ones_as_the_batch_shrinks(lo
     capture = Replays()
     graphs = DecodeGraphs(loaded.model, loaded.cache, 8, 256, capture)
     runner = ModelRunner(loaded.model, loaded.cache, loaded.device, graphs)
-    loaded.cache.data.fill_(float("nan"))
+    fill(loaded.cache, float("nan"))
     assert outputs(runner, lens) == launched
     assert capture.num_captures == graphs.num_graphs == 4  # 8, 4, 2 and 1 sequences
     assert capture.num_replays == 6
@@ -78,12 +79,12 @@ def test_rows_without_a_sequence_write_nothing(loaded: LoadedModel) -> None:
         loaded.device,
         DecodeGraphs(loaded.model, loaded.cache, 8, 256, Replays()),
     )
-    loaded.cache.data.fill_(-7.0)
+    fill(loaded.cache, -7.0)
     batch = generations([3] * 5)
     run_all(runner, batch, 64)
     used = {block for generation in batch for block in generation.block_table}
     unused = [block for block in range(NUM_BLOCKS) if block not in used]
-    assert (loaded.cache.data[:, :, unused] == -7.0).all()
+    assert blocks_hold(loaded.cache, unused, -7.0)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "max_len"), [(4, 256), (8, 30)])

@@ -12,6 +12,7 @@ from common.engine.executor.runner import build_batch
 from common.engine.loading import LoadedModel, load_model
 from common.values.config import ModelConfig, WorkerConfig
 from common.values.request import SamplingParams
+from tests.caches import blocks_hold, fill, fill_block
 from tests.common.engine.drive import Generation, blocks_for, run_all
 from tests.interpreter import import_triton_interpreted
 from tests.one_process import generate, generate_tokens
@@ -119,10 +120,10 @@ def test_a_forked_sequence_goes_on_in_copied_blocks(loaded: LoadedModel, model_p
 
 
 def test_copies_alone_are_a_step(loaded: LoadedModel) -> None:
-    loaded.cache.data[:, :, 3] = 5.0
+    fill_block(loaded.cache, 3, 5.0)
     result = loaded.runner.run(StepPlan(8, (), block_copies=((3, 6),)))
     assert (result.step_id, result.results) == (8, ())
-    assert (loaded.cache.data[:, :, 6] == 5.0).all()
+    assert blocks_hold(loaded.cache, [6], 5.0)
 
 
 def test_only_sequences_with_samples_have_results_in_the_plans_order(loaded: LoadedModel) -> None:
@@ -151,7 +152,7 @@ def test_a_sequence_with_damaged_kv_fails_alone(loaded: LoadedModel, model_path:
     plan = StepPlan(0, tuple(generation.schedule(idx, 64) for idx, generation in enumerate(batch)))
     for result in loaded.runner.run(plan).results:
         batch[result.sequence_id].accept(result)
-    loaded.cache.data[:, :, batch[0].block_table[0]] = torch.nan
+    fill_block(loaded.cache, batch[0].block_table[0], torch.nan)
     plan = StepPlan(1, tuple(generation.schedule(idx, 64) for idx, generation in enumerate(batch)))
     damaged, healthy = loaded.runner.run(plan).results
     assert damaged == SequenceResult(0, error="logits are not finite")
@@ -160,7 +161,7 @@ def test_a_sequence_with_damaged_kv_fails_alone(loaded: LoadedModel, model_path:
 
 
 def test_poisoned_free_blocks_do_not_matter(loaded: LoadedModel, model_path: Path) -> None:
-    loaded.cache.data.fill_(torch.nan)
+    fill(loaded.cache, torch.nan)
     batch = generations(GREEDY)
     run_all(loaded.runner, batch, 16)
     assert [batch[2].output] == generate(model_path, PROMPTS[2], GREEDY)

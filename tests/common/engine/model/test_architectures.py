@@ -9,9 +9,10 @@ import torch
 
 from common.checkpoint import CheckpointError, open_checkpoint
 from common.engine.devices.cpu.device import CpuDevice
-from common.engine.kv.cache import KVCache, KVShape
+from common.engine.kv.cache import KVCache
 from common.engine.model.decoder import Decoder, build_decoder
 from common.engine.model.weights import Weights, load_tensors, open_weights
+from tests.caches import attention_spec, fill, snapshot
 from tests.common.engine.model.batches import Run, batch_of
 from tests.reference_model import ReferenceModel, load_reference
 from tests.tiny_gguf import write_tiny_gguf
@@ -41,8 +42,8 @@ def load(
 ) -> tuple[Decoder, KVCache]:
     checkpoint = open_checkpoint(path)
     spec = checkpoint.config
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype or dtype)
-    cache = KVCache(shape, num_blocks=8, block_size=4)
+    kv_spec = attention_spec(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype or dtype, block_size=4)
+    cache = KVCache(kv_spec, (8,))
     return build_decoder(spec, open_weights(checkpoint, dtype), CpuDevice(dtype, None)), cache
 
 
@@ -129,11 +130,11 @@ def test_quantized_weights_are_those_that_the_gguf_library_gives(tmp_path: Path)
 def test_the_hook_follows_each_layers_kv_and_precedes_the_logits(tmp_path: Path) -> None:
     """When hook(n) runs, layer n - 1 holds every token's KV and layer n none."""
     model, cache = load(write_tiny_model(tmp_path / "m", TinyModel(num_layers=3)))
-    cache.data.zero_()
+    fill(cache, 0.0)
     seen: list[tuple[int, list[bool]]] = []
 
     def hook(num_layers: int) -> None:
-        seen.append((num_layers, [bool(layer[:, list(BLOCKS)].flatten(1, 2)[:, :20].any()) for layer in cache.layers]))
+        seen.append((num_layers, [bool(layer[0][list(BLOCKS)].flatten(0, 1)[:20].any()) for layer in cache.layers]))
 
     batch = batch_of([Run(0, 20, BLOCKS)], cache.block_size)
     model.forward(torch.tensor(TOKENS), batch, cache.layers, torch.tensor([19]), hook)
@@ -144,12 +145,12 @@ def test_a_chunk_without_wanted_rows_writes_the_same_kv(tmp_path: Path) -> None:
     model, cache = load(write_tiny_model(tmp_path / "m"))
     batch = batch_of([Run(0, 20, BLOCKS)], cache.block_size)
     model.forward(torch.tensor(TOKENS), batch, cache.layers, torch.arange(20))
-    written = cache.data.clone()
-    cache.data.zero_()
+    written = snapshot(cache)
+    fill(cache, 0.0)
     logits = model.forward(torch.tensor(TOKENS), batch, cache.layers, torch.tensor([], dtype=torch.int64))
     assert logits.shape == (0, TinyModel().vocab_size)
     slots = Run(0, 20, BLOCKS).slots(4)
-    ours, other = (data.flatten(2, 3)[:, :, slots] for data in (cache.data, written))
+    ours, other = (data.flatten(2, 3)[:, :, slots] for data in (snapshot(cache), written))
     torch.testing.assert_close(ours, other)
 
 

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.draws import Candidates
 from common.engine.contract.elementwise import TorchElementwise
 from common.engine.devices.cpu.native.build import load_library
@@ -61,7 +61,7 @@ class NativeOps:
         k: torch.Tensor,
         v: torch.Tensor,
         cos_sin: torch.Tensor,  # [max_position, head_dim] float32
-        kv: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim]
+        kv: LayerKV,  # not quantized
         batch: AttentionBatch,
     ) -> torch.Tensor:
         """Rotated q; rotated k and v go to their slots, a slot of -1 is not written."""
@@ -69,26 +69,26 @@ class NativeOps:
         for part in (q, k, v):
             assert part.stride()[1:] == (head_dim, 1), f"strides {part.stride()}"
         rotated = torch.empty(q.shape, dtype=q.dtype)
-        caches = kv.data_ptr(), kv.data_ptr() + kv.stride(0) * kv.element_size()
+        keys, values = kv
         sizes = num_tokens, num_heads, k.shape[1], head_dim
         sources = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0)
         self._rope_write(
-            rotated.data_ptr(), *caches, *sources, cos_sin.data_ptr(), batch.positions.data_ptr(),
-            batch.slot_mapping.data_ptr(), *sizes, *_kind(q),
+            rotated.data_ptr(), keys.data_ptr(), values.data_ptr(), *sources, cos_sin.data_ptr(),
+            batch.positions.data_ptr(), batch.slot_mapping.data_ptr(), *sizes, *_kind(q),
         )  # fmt: skip
         return rotated
 
     def decode_attention(
-        self, out: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, scale: float
+        self, out: torch.Tensor, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, scale: float
     ) -> None:
         """Rows of `out` and `q` [num_tokens, num_heads, head_dim] whose sequence has one new token; others stay."""
-        _, _, block_size, num_kv_heads, head_dim = kv.shape
-        caches = kv.data_ptr(), kv.data_ptr() + kv.stride(0) * kv.element_size()
+        keys, values = kv
+        _, block_size, num_kv_heads, head_dim = keys.shape
         tables = batch.block_tables
         self._decode_attention(
-            out.data_ptr(), q.data_ptr(), *caches, block_size, q.shape[1], num_kv_heads, head_dim,
-            batch.cu_seqlens_q.data_ptr(), batch.seq_lens.data_ptr(), tables.data_ptr(), tables.stride(0),
-            tables.shape[0], scale, *_kind(q),
+            out.data_ptr(), q.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            block_size, q.shape[1], num_kv_heads, head_dim, batch.cu_seqlens_q.data_ptr(), batch.seq_lens.data_ptr(),
+            tables.data_ptr(), tables.stride(0), tables.shape[0], scale, *_kind(q),
         )  # fmt: skip
 
     def best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

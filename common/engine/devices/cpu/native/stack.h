@@ -30,8 +30,8 @@ struct Step {
     const int64_t *positions, *slots;
     const int32_t *cu_seqlens, *seq_lens, *block_tables;
     int64_t table_stride, num_seqs, num_tokens, block_size;
-    const bfloat16* const* kv;  // per layer; V lies kv_stride elements behind K
-    int64_t kv_stride;
+    bfloat16* const* keys;  // per layer
+    bfloat16* const* values;
     const int64_t* rows;  // wanted past the last attention; ascending, each once
     int64_t num_rows;
     bfloat16 *hidden, *wanted, *delta, *queries;  // carried between calls; delta is what the last layer has yet to add
@@ -85,14 +85,13 @@ class StepRunner {
         const int64_t dim = model_.head_dim, q_size = model_.num_heads * dim, kv_size = model_.num_kv_heads * dim;
         add_norm(step_.hidden, idx ? step_.delta : nullptr, layer.input_norm, step_.num_tokens, team);
         product(work_.wide.data(), work_.normed.data(), step_.num_tokens, layer.qkv, team);
-        bfloat16* k_cache = const_cast<bfloat16*>(step_.kv[idx]);
         Placement placement{model_.cos_sin, step_.positions, step_.slots};
         team.each(step_.num_tokens, [&](int64_t token) {
             bfloat16* q = work_.wide.data() + token * (q_size + 2 * kv_size);
             bfloat16 *k = q + q_size, *v = k + kv_size;
             if (layer.q_norm) norm_heads(q, layer.q_norm, model_.num_heads);
             if (layer.k_norm) norm_heads(k, layer.k_norm, model_.num_kv_heads);
-            rope_write_token(step_.queries + token * q_size, k_cache, k_cache + step_.kv_stride, q, k, v, placement,
+            rope_write_token(step_.queries + token * q_size, step_.keys[idx], step_.values[idx], q, k, v, placement,
                              token, heads_);
         });
         team.wait();
@@ -143,8 +142,7 @@ class StepRunner {
 
     void attend(int64_t idx, Team team) {
         static thread_local PrefillScratch scratch;
-        const bfloat16* k = step_.kv[idx];
-        Cache<bfloat16> cache{k, k + step_.kv_stride, step_.block_size};
+        Cache<bfloat16> cache{step_.keys[idx], step_.values[idx], step_.block_size};
         if (prefill_.num_packs()) {
             team.each(prefill_.num_packs(), [&](int64_t index) { prefill_.pack(index, cache); });
             team.wait();

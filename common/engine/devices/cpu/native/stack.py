@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.device import Layer, Tail
 from common.engine.devices.cpu.native.products import ProductStruct
 from common.engine.devices.cpu.native.signature import function
@@ -32,25 +32,25 @@ class NativeStack:
         self,
         hidden: torch.Tensor,  # [num_tokens, hidden_size] bfloat16, overwritten
         batch: AttentionBatch,
-        kv: Sequence[torch.Tensor],  # per layer [2, num_blocks, block_size, num_kv_heads, head_dim] bfloat16
+        kv: Sequence[LayerKV],  # per layer, bfloat16
         rows: torch.Tensor | None,  # [num_rows] int64, ascending: wanted past the last attention; None = all
     ) -> "StackStep":
         """A step that has yet to run."""
         assert hidden.is_contiguous(), "rows one after another"
-        assert all(layer.stride()[1:] == kv[0].stride()[1:] for layer in kv), "layers of one cache"
+        assert all(plane.is_contiguous() for planes in kv for plane in planes), "slots one after another"
         num_tokens = hidden.shape[0]
         rows = torch.arange(num_tokens) if rows is None else rows
         num_rows = rows.shape[0]
         logits = torch.empty((num_rows if self.has_tail else 0, self._decoder.head.num_out), dtype=torch.float32)
         wanted = hidden if num_rows == num_tokens else hidden.new_empty((num_rows, hidden.shape[1]))
         delta, queries = torch.empty_like(hidden), hidden.new_empty((num_tokens, self._q_size))
-        caches = (ctypes.c_void_p * len(kv))(*(layer.data_ptr() for layer in kv))
+        caches = tuple((ctypes.c_void_p * len(kv))(*(planes[idx].data_ptr() for planes in kv)) for idx in range(2))
         tables = batch.block_tables
         step = _Step(
             batch.positions.data_ptr(), batch.slot_mapping.data_ptr(), batch.cu_seqlens_q.data_ptr(),
-            batch.seq_lens.data_ptr(), tables.data_ptr(), tables.stride(0), tables.shape[0], num_tokens, kv[0].shape[2],
-            ctypes.addressof(caches), kv[0].stride(0), rows.data_ptr(), num_rows, hidden.data_ptr(),
-            wanted.data_ptr(), delta.data_ptr(), queries.data_ptr(), logits.data_ptr(),
+            batch.seq_lens.data_ptr(), tables.data_ptr(), tables.stride(0), tables.shape[0], num_tokens,
+            kv[0][0].shape[1], *(ctypes.addressof(pointers) for pointers in caches), rows.data_ptr(), num_rows,
+            hidden.data_ptr(), wanted.data_ptr(), delta.data_ptr(), queries.data_ptr(), logits.data_ptr(),
         )  # fmt: skip
         return StackStep(self, step, (wanted, delta, logits), (hidden, batch, kv, rows, caches, queries))
 
@@ -116,8 +116,8 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("positions", "slots", "cu_seqlens", "seq_lens", "block_tables")),
         *((name, ctypes.c_int64) for name in ("table_stride", "num_seqs", "num_tokens", "block_size")),
-        ("kv", ctypes.c_void_p),
-        ("kv_stride", ctypes.c_int64),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
         ("num_rows", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("hidden", "wanted", "delta", "queries", "logits")),

@@ -55,8 +55,9 @@ class Case:
 
     def run(self, batch: AttentionBatch | None = None) -> torch.Tensor:
         backend, batch = CpuAttention(None), batch or batch_of(self.runs, self.block_size)
-        q = backend.rope_and_write(self.q, self.k, self.v, self.cos_sin, self.kv, batch)
-        return backend.attend(q, self.kv, batch, self.options)
+        layer = tuple(self.kv)
+        q = backend.rope_and_write(self.q, self.k, self.v, self.cos_sin, layer, batch)
+        return backend.attend(q, layer, batch, self.options)
 
     def expected(self) -> torch.Tensor:
         """Reads the cache as `run` left it."""

@@ -13,9 +13,10 @@ from common.engine.contract.attention import AttentionBatch
 from common.engine.devices.cpu.compiled import compile_layers
 from common.engine.devices.cpu.device import CpuDevice
 from common.engine.devices.cpu.native.ops import NativeOps, native_ops
-from common.engine.kv.cache import KVCache, KVShape
+from common.engine.kv.cache import KVCache
 from common.engine.model.decoder import Decoder, build_decoder
 from common.engine.model.weights import open_weights
+from tests.caches import attention_spec, fill, planes_of, snapshot
 from tests.common.engine.model.batches import Run, batch_of, scattered_runs
 from tests.tiny_model import TinyModel, write_tiny_model
 
@@ -60,9 +61,11 @@ class Side:
     def __init__(self, path: Path, ops: NativeOps | None, dtype: torch.dtype = torch.bfloat16) -> None:
         checkpoint = open_checkpoint(path)
         spec = checkpoint.config
-        self.cache = KVCache(KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype), 128, BLOCK_SIZE)
-        noise = torch.randn(self.cache.data.shape, generator=torch.Generator().manual_seed(3)) * 0.3
-        self.cache.data.copy_(noise)
+        kv_spec = attention_spec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, BLOCK_SIZE)
+        self.cache = KVCache(kv_spec, (128,))
+        generator = torch.Generator().manual_seed(3)
+        for plane in planes_of(self.cache):
+            plane.copy_(torch.randn(plane.shape, generator=generator) * 0.3)
         self.model: Decoder = build_decoder(spec, open_weights(checkpoint, dtype), CpuDevice(dtype, ops))
 
     def logits(self, batch: AttentionBatch, rows: torch.Tensor) -> torch.Tensor:
@@ -91,7 +94,7 @@ def test_logits_and_kv_are_as_close_to_float32_as_those_of_single_operators(
     assert fused.model.compiled_layers == tuple(range(len(fused.cache.layers)))
     expected, single, found = (side.logits(batch, last_rows(batch)) for side in (exact, plain, fused))
     assert (found - expected).abs().mean() <= 1.5 * (single - expected).abs().mean() + 1e-3
-    kv = [side.cache.data.float() for side in (exact, plain, fused)]
+    kv = [snapshot(side.cache).float() for side in (exact, plain, fused)]
     assert (kv[2] - kv[0]).abs().mean() <= 1.2 * (kv[1] - kv[0]).abs().mean()
 
 
@@ -116,10 +119,10 @@ def test_each_layers_kv_is_written_when_its_hook_runs_and_no_logits_are_computed
 ) -> None:
     side = Side(path, ops)
     batch = batch_of([Run(0, 6, (1, 2))], BLOCK_SIZE)
-    before, written = side.cache.data.clone(), []
+    before, written = snapshot(side.cache), []
 
     def hook(num_layers: int) -> None:
-        changed = [not torch.equal(now, then) for now, then in zip(side.cache.data, before, strict=True)]
+        changed = [not torch.equal(now, then) for now, then in zip(snapshot(side.cache), before, strict=True)]
         written.append(changed.index(False) if False in changed else len(changed))
         assert written[-1] == num_layers
 
@@ -140,7 +143,7 @@ def test_a_prompt_before_leaves_nothing_to_the_next(ops: NativeOps, path: Path) 
     short, long = (batch_of(scattered_runs(lens, BLOCK_SIZE, 128), BLOCK_SIZE) for lens in ([(16, 17)], [(90, 47)]))
     expected = Side(path, ops).logits(short, last_rows(short))
     before = Side(path, ops)
-    before.cache.data.fill_(float("nan"))
+    fill(before.cache, float("nan"))
     assert before.logits(long, last_rows(long)).isnan().all()
     assert torch.equal(Side(path, ops).logits(short, last_rows(short)), expected)
 
@@ -148,10 +151,10 @@ def test_a_prompt_before_leaves_nothing_to_the_next(ops: NativeOps, path: Path) 
 def test_a_token_without_a_slot_is_not_written(ops: NativeOps, path: Path) -> None:
     side = Side(path, ops)
     batch = batch_of([Run(0, 3, (7,))], BLOCK_SIZE)
-    before = side.cache.data[:, :, 7, 2].clone()
+    before = snapshot(side.cache)[:, :, 7, 2]
     batch.slot_mapping[2] = -1
     side.logits(batch, torch.tensor([0]))
-    assert torch.equal(side.cache.data[:, :, 7, 2], before)
+    assert torch.equal(snapshot(side.cache)[:, :, 7, 2], before)
 
 
 @pytest.fixture(params=["first", "middle", "last", "first and last"])
@@ -178,7 +181,7 @@ def test_a_layer_of_an_unknown_kind_falls_back_alone_and_all_stay_near_float32(
     assert (plain.model.compiled_layers, compiled.model.compiled_layers) == ((), known)
     expected, single, found = (side.logits(batch, last_rows(batch)) for side in (exact, plain, compiled))
     assert (found - expected).abs().mean() <= 1.5 * (single - expected).abs().mean() + 1e-3
-    kv = [side.cache.data.float() for side in (exact, plain, compiled)]
+    kv = [snapshot(side.cache).float() for side in (exact, plain, compiled)]
     assert (kv[2] - kv[0]).abs().mean() <= 1.2 * (kv[1] - kv[0]).abs().mean()
 
 
@@ -207,4 +210,4 @@ def test_a_run_cut_in_two_gives_the_same_bits_as_one(ops: NativeOps, tmp_path: P
     cut.model._compiled = {0: first[0], 2: second[0]}
     assert cut.model.compiled_layers == (0, 1, 2, 3)
     assert torch.equal(cut.logits(batch, last_rows(batch)), whole.logits(batch, last_rows(batch)))
-    assert torch.equal(cut.cache.data, whole.cache.data)
+    assert torch.equal(snapshot(cut.cache), snapshot(whole.cache))

@@ -104,8 +104,9 @@ def _attend(
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     batch = batch_of(runs, block_size)
-    rotated = backend.rope_and_write(q, k, v, table(head_dim), kv, batch)
-    return backend.attend(rotated, kv, batch, AttentionOptions(head_dim**-0.5)), kv
+    layer = tuple(kv)
+    rotated = backend.rope_and_write(q, k, v, table(head_dim), layer, batch)
+    return backend.attend(rotated, layer, batch, AttentionOptions(head_dim**-0.5)), kv
 
 
 def test_a_sequence_attends_alike_alone_and_in_any_batch(ops: NativeOps, threads: None) -> None:
@@ -114,10 +115,10 @@ def test_a_sequence_attends_alike_alone_and_in_any_batch(ops: NativeOps, threads
     kv = torch.randn(2, 400, 16, 3, 64, generator=generator)
     q = torch.randn(len(runs), 9, 64, generator=generator)
     out = torch.empty_like(q)
-    ops.decode_attention(out, q, kv, batch_of(runs, 16), 0.125)
+    ops.decode_attention(out, q, tuple(kv), batch_of(runs, 16), 0.125)
     for row, run in enumerate(runs):
         alone = torch.empty_like(q[:1])
-        ops.decode_attention(alone, q[row : row + 1], kv, batch_of([run], 16), 0.125)
+        ops.decode_attention(alone, q[row : row + 1], tuple(kv), batch_of([run], 16), 0.125)
         assert torch.equal(alone[0], out[row])
 
 
@@ -126,7 +127,7 @@ def test_a_slot_of_minus_one_is_not_written(ops: NativeOps) -> None:
     batch.slot_mapping[1] = -1
     kv = torch.zeros(2, 1, 4, 1, 8)
     ones = torch.ones(2, 1, 8)
-    ops.rope_write(ones, ones, ones, table(8), kv, batch)
+    ops.rope_write(ones, ones, ones, table(8), tuple(kv), batch)
     assert kv[1].sum() == 8
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine.contract.attention import AttentionBatch
-from common.engine.kv.quantized import LIMITS, is_quantized, row_bytes
-from common.engine.kv.rows import write_rows
+from common.engine.contract.attention import AttentionBatch, LayerKV
+from common.engine.kv.attention_planes import attention_planes, write_rows
+from common.engine.kv.quantized import LIMITS, is_quantized
 
 # Error bounds for values in [-1, 1]. An attention output is a mean of values: its weights are rounded to the type
 # (relative 2**-p, p significand bits; the interpreter truncates, which doubles it) and so is the output itself.
@@ -36,7 +36,7 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
     q: torch.Tensor
-    kv: torch.Tensor
+    kv: LayerKV
     batch: AttentionBatch
     scale: float
 
@@ -69,21 +69,26 @@ def attention_case(lengths: Sequence[tuple[int, int]], shape: Shape, seed: int =
         max_seq_len=max([seq_len for seq_len, _ in lengths] + [0]),
     )
     q = _queries(sum(query_lens), shape, generator)
-    return AttentionCase(q, kv.to(shape.device), batch, scale=2.0 * shape.head_dim**-0.5)
+    return AttentionCase(q, tuple(plane.to(shape.device) for plane in kv), batch, scale=2.0 * shape.head_dim**-0.5)
 
 
-def poisoned_cache(num_blocks: int, shape: Shape) -> torch.Tensor:
+def poisoned_cache(num_blocks: int, shape: Shape) -> LayerKV:
     """One layer in which no slot is written; quantized: every scale is NaN."""
-    size = (2, num_blocks, shape.block_size)
+    size = (num_blocks, shape.block_size)
+    planes = attention_planes(shape.num_kv_heads, shape.head_dim, shape.kv_dtype or shape.dtype)
     if shape.kv_dtype is None:
-        return torch.full((*size, shape.num_kv_heads, shape.head_dim), shape.poison, dtype=shape.dtype)
-    row = (1, row_bytes(shape.num_kv_heads, shape.head_dim))
-    return torch.full((*size, *row), 0xFF, dtype=torch.uint8).view(shape.kv_dtype)
+        return tuple(torch.full((*size, *plane.shape), shape.poison, dtype=shape.dtype) for plane in planes)
+    return tuple(
+        torch.full((*size, plane.row_bytes), 0xFF, dtype=torch.uint8)
+        .view(getattr(torch, plane.dtype))
+        .view(*size, *plane.shape)
+        for plane in planes
+    )
 
 
 def attention_bound(case: AttentionCase) -> float:
     """Of the float64 reference over the same cache."""
-    bounds = QUANTIZED_ATTENTION_BOUND if is_quantized(case.kv.dtype) else ATTENTION_BOUND
+    bounds = QUANTIZED_ATTENTION_BOUND if is_quantized(case.kv[0].dtype) else ATTENTION_BOUND
     return bounds[case.q.dtype]
 
 

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from common.engine.devices.triton.chunk import pack_chunk, pack_chunk_reference, unpack_chunk, unpack_chunk_reference
+from common.engine.contract.attention import LayerKV
+from common.engine.devices.triton.chunk import (
+    gather_rows,
+    gather_rows_reference,
+    scatter_rows,
+    scatter_rows_reference,
+)
 from common.engine.devices.triton.decode_attention import SPLIT_LEN, decode_attention, decode_attention_reference
 from common.engine.devices.triton.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from common.engine.devices.triton.prefill_attention import prefill_attention, prefill_attention_reference
@@ -23,7 +29,7 @@ from common.engine.devices.triton.sampling import (
     row_best_reference,
 )
 from common.engine.devices.triton.silu_mul import silu_mul, silu_mul_reference
-from common.engine.kv.rows import read_rows
+from common.engine.kv.attention_planes import read_rows
 from tests.common.engine.devices.triton.cases import (
     ROUNDING_BOUND,
     AttentionCase,
@@ -32,7 +38,6 @@ from tests.common.engine.devices.triton.cases import (
     attention_bound,
     attention_case,
     code_step,
-    equal_bits,
     poisoned_cache,
     projections,
     random_bits,
@@ -71,7 +76,7 @@ DECODE_BATCHES = (
     ((SPLIT_LEN - 1, 1), (SPLIT_LEN + 1, 1), (5, 1)),
     ((2 * SPLIT_LEN, 1), (3, 1)),
 )
-NUM_LAYERS, NUM_SLOTS = 4, 64
+NUM_SLOTS = 64
 
 
 def compare_attention(kernel: Any, reference: Any, case: AttentionCase, **options: Any) -> None:
@@ -107,7 +112,7 @@ def check_rope_and_write(case: Case, device: str) -> None:
     slots = torch.randperm(9 * 16, generator=generator)[:num_tokens].to(device)
     positions = torch.randint(200, (num_tokens,), generator=generator).to(device)
     shape = Shape(head_dim, num_kv_heads, dtype=case["dtype"], poison=-3.0, kv_dtype=case["kv_dtype"])
-    caches = [poisoned_cache(9, shape).to(device) for _ in range(2)]
+    caches = [tuple(plane.to(device) for plane in poisoned_cache(9, shape)) for _ in range(2)]
     before = [x.clone() for x in (q, k, v)]
     cos_sin = angles(head_dim).to(device)
     rotated = rope_and_write(q, k, v, cos_sin, positions, caches[0], slots)
@@ -118,48 +123,54 @@ def check_rope_and_write(case: Case, device: str) -> None:
     if case["kv_dtype"] is None:
         torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=bound)
     else:
-        compare_codes(caches, slots, head_dim)
+        compare_codes(caches, slots)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
 
 
-def compare_codes(caches: list[torch.Tensor], slots: torch.Tensor, head_dim: int) -> None:
+def compare_codes(caches: list[LayerKV], slots: torch.Tensor) -> None:
     """Written rows are at most one code apart, and rarely that; every other byte is equal."""
     ours, expected = (
-        torch.stack(read_rows(kv, slots, head_dim, torch.float32)).flatten(0, 1) for kv in caches
+        torch.stack(read_rows(kv, slots, torch.float32)).flatten(0, 1) for kv in caches
     )  # [2 * num_tokens, num_kv_heads, head_dim]
     # in steps between codes; scales may differ in their last bits
-    distance = (ours - expected).abs() / code_step(expected, caches[0].dtype).clamp(min=1e-9)
+    distance = (ours - expected).abs() / code_step(expected, caches[0][0].dtype).clamp(min=1e-9)
     assert (distance <= 1.001).all()
     assert (distance > 0.01).float().sum() <= 1 + 0.01 * distance.numel()
-    unwritten = [kv.view(torch.uint8).flatten(1, 2).clone() for kv in caches]
-    for rows in unwritten:
-        rows[:, slots] = 0
-    assert torch.equal(*unwritten)
+    for planes in zip(*caches, strict=True):
+        unwritten = [plane.view(torch.uint8).flatten(0, 1).clone() for plane in planes]
+        for rows in unwritten:
+            rows[slots] = 0
+        assert torch.equal(*unwritten)
 
 
-def check_pack(case: Case, device: str) -> None:
-    cache, slots, payload = (x.to(device) for x in chunk_inputs(case))
-    expected = payload.clone()
-    pack_chunk(cache, slots, case["layers"], payload)
-    pack_chunk_reference(cache, slots, case["layers"], expected)
-    assert equal_bits(payload, expected)
+def check_gather_rows(case: Case, device: str) -> None:
+    plane, slots, part = (x.to(device) for x in copy_inputs(case))
+    expected = part.clone()
+    gather_rows(plane, slots, columns_of(case), part)
+    gather_rows_reference(plane, slots, columns_of(case), expected)
+    assert torch.equal(part, expected)
 
 
-def check_unpack(case: Case, device: str) -> None:
-    cache, slots, payload = (x.to(device) for x in chunk_inputs(case))
-    expected = cache.clone()
-    unpack_chunk(cache, slots, case["layers"], payload)
-    unpack_chunk_reference(expected, slots, case["layers"], payload)
-    assert equal_bits(cache, expected)
+def check_scatter_rows(case: Case, device: str) -> None:
+    plane, slots, part = (x.to(device) for x in copy_inputs(case))
+    expected = plane.clone()
+    scatter_rows(plane, slots, columns_of(case), part)
+    scatter_rows_reference(expected, slots, columns_of(case), part)
+    assert torch.equal(plane, expected)
 
 
-def chunk_inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(cache of NUM_LAYERS and NUM_SLOTS, slots, payload) of random bits."""
-    row = (case["num_kv_heads"], case["head_dim"])
-    size = (NUM_LAYERS, 2, NUM_SLOTS // case["block_size"], case["block_size"], *row)
+def columns_of(case: Case) -> slice:
+    """Of shards of `shard_bytes` those that the case names."""
+    return slice(case["shards"].start * case["shard_bytes"], case["shards"].stop * case["shard_bytes"])
+
+
+def copy_inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(plane of NUM_SLOTS and 3 shards, slots, part) of random bytes."""
+    columns = columns_of(case)
     slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(2))[: case["num_tokens"]]
-    payload = random_bits((len(case["layers"]), 2, case["num_tokens"], *row), case["dtype"], 1)
-    return random_bits(size, case["dtype"], 0), slots, payload
+    plane = random_bits((case["num_layers"], NUM_SLOTS, 3 * case["shard_bytes"]), torch.uint8, 0)
+    part = random_bits((case["num_layers"], case["num_tokens"], columns.stop - columns.start), torch.uint8, 1)
+    return plane, slots, part
 
 
 def check_add_rms_norm(case: Case, device: str) -> None:
@@ -255,13 +266,11 @@ _ROPE_AXES = {
     "is_fused": (True, False),
     "kv_dtype": KV_DTYPES,
 }
-_CHUNK_AXES = {
+_COPY_AXES = {
     "num_tokens": (0, 1, 15, 16, 17, 33),
-    "num_kv_heads": (1, 2, 3),
-    "head_dim": (16, 24, 64, 80, 128, 256),
-    "block_size": (8, 16, 32),
-    "dtype": (*DTYPES, torch.uint8),
-    "layers": (range(0, 1), range(1, 4), range(0, 4), range(2, 2)),
+    "num_layers": (0, 1, 3),
+    "shard_bytes": (4, 16, 24, 64, 80, 256, 1024),
+    "shards": (range(3), range(1), range(1, 3), range(2, 3)),
 }
 _ROW_AXES = {
     "num_tokens": (0, 1, 3, 17),
@@ -279,8 +288,8 @@ GRIDS = {
     "prefill_attention": Grid(check_prefill, pairwise({"batch": PREFILL_BATCHES, **_ATTENTION_AXES})),
     "decode_attention": Grid(check_decode, pairwise({"batch": DECODE_BATCHES, **_ATTENTION_AXES})),
     "rope_and_write": Grid(check_rope_and_write, pairwise(_ROPE_AXES)),
-    "pack_chunk": Grid(check_pack, pairwise(_CHUNK_AXES)),
-    "unpack_chunk": Grid(check_unpack, pairwise(_CHUNK_AXES)),
+    "gather_rows": Grid(check_gather_rows, pairwise(_COPY_AXES)),
+    "scatter_rows": Grid(check_scatter_rows, pairwise(_COPY_AXES)),
     "rms_norm": Grid(check_rms_norm, pairwise(_ROW_AXES | {"num_heads": (1, 3)})),
     "add_rms_norm": Grid(check_add_rms_norm, pairwise(_ROW_AXES)),
     "row_best": Grid(check_row_best, pairwise(_SAMPLE_AXES)),

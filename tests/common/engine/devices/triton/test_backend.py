@@ -35,9 +35,9 @@ def step(block_table: torch.Tensor, start: int, end: int) -> AttentionBatch:
 
 def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """The sequence in one piece, cache contiguous."""
-    kv = torch.zeros(2, 3, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    kv = tuple(torch.zeros(2, 3, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM))
     rotated = rope_and_write_reference(q, k, v, cos_sin, torch.arange(TOTAL), kv, torch.arange(TOTAL))
-    key, value = kv.flatten(1, 2)[:, :TOTAL]
+    key, value = (plane.flatten(0, 1)[:TOTAL] for plane in kv)
     return attend_reference(rotated, key, value, HEAD_DIM**-0.5)
 
 
@@ -47,7 +47,7 @@ def test_steps_over_paged_cache_equal_whole_sequence(bounds: tuple[int, ...]) ->
     q, k, v = (torch.rand(TOTAL, heads, HEAD_DIM, generator=generator) for heads in (NUM_HEADS, 2, 2))
     cos_sin = torch.rand(64, HEAD_DIM, generator=generator)
     block_table = torch.tensor([[4, 0, 2, 0]], dtype=torch.int32)
-    kv = torch.full((2, 6, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM), float("nan"))
+    kv = tuple(torch.full((2, 6, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM), float("nan")))
     backend: AttentionBackend = TritonAttention()
     outs = []
     for start, end in pairwise(bounds):

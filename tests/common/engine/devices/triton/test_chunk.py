@@ -1,62 +1,52 @@
-"""Pack and unpack move bits, whatever they mean, and touch no other slot."""
+"""Gathers and scatters of rows move bits, whatever they mean, and touch nothing else."""
 
 import pytest
 import torch
 
-from common.engine.devices.triton.chunk import pack_chunk, unpack_chunk
-from tests.common.engine.devices.triton.cases import equal_bits
-from tests.common.engine.devices.triton.checks import GRIDS, chunk_inputs
+from common.engine.devices.triton.chunk import gather_rows, scatter_rows
+from tests.common.engine.devices.triton.checks import GRIDS, copy_inputs
 from tests.common.engine.devices.triton.pairwise import Case, case_id
 
-CASE: Case = {
-    "num_tokens": 20,
-    "num_kv_heads": 2,
-    "head_dim": 24,
-    "block_size": 16,
-    "dtype": torch.bfloat16,
-    "layers": range(1, 3),
-}
+CASE: Case = {"num_tokens": 20, "num_layers": 2, "shard_bytes": 24, "shards": range(1, 3)}
+COLUMNS = slice(24, 72)
 
 
-@pytest.mark.parametrize("case", GRIDS["pack_chunk"].cases, ids=case_id)
-def test_pack_matches_reference_bit_for_bit(case: Case) -> None:
-    GRIDS["pack_chunk"].check(case, "cpu")
+@pytest.mark.parametrize("case", GRIDS["gather_rows"].cases, ids=case_id)
+def test_gather_matches_reference_bit_for_bit(case: Case) -> None:
+    GRIDS["gather_rows"].check(case, "cpu")
 
 
-@pytest.mark.parametrize("case", GRIDS["unpack_chunk"].cases, ids=case_id)
-def test_unpack_matches_reference_bit_for_bit(case: Case) -> None:
-    GRIDS["unpack_chunk"].check(case, "cpu")
+@pytest.mark.parametrize("case", GRIDS["scatter_rows"].cases, ids=case_id)
+def test_scatter_matches_reference_bit_for_bit(case: Case) -> None:
+    GRIDS["scatter_rows"].check(case, "cpu")
 
 
-def test_negative_slot_is_skipped_by_unpack_and_zero_in_pack() -> None:
-    cache, slots, payload = chunk_inputs(CASE)
-    slots[7] = -1
-    before = cache.clone()
-    unpack_chunk(cache, slots, range(1, 3), payload)
+def test_a_scatter_touches_only_the_rows_and_columns_named() -> None:
+    plane, slots, part = copy_inputs(CASE)
+    before = plane.clone()
+    scatter_rows(plane, slots, COLUMNS, part)
     untouched = torch.ones(64, dtype=torch.bool)
-    untouched[slots[slots >= 0]] = False
-    assert untouched.sum() == 45
-    assert equal_bits(cache.flatten(2, 3)[:, :, untouched], before.flatten(2, 3)[:, :, untouched])
-    assert equal_bits(cache[[0, 3]], before[[0, 3]])
-    back = torch.full_like(payload, 5.0)
-    pack_chunk(cache, slots, range(1, 3), back)
-    assert (back[:, :, 7] == 0).all()
-    back[:, :, 7] = payload[:, :, 7]
-    assert equal_bits(back, payload)
+    untouched[slots] = False
+    assert torch.equal(plane[:, untouched], before[:, untouched])
+    assert torch.equal(plane[:, :, :24], before[:, :, :24])
+    back = torch.zeros_like(part)
+    gather_rows(plane, slots, COLUMNS, back)
+    assert torch.equal(back, part)
 
 
-def test_payload_may_lie_in_a_staging_buffer_behind_a_header() -> None:
-    cache, slots, _ = chunk_inputs({**CASE, "num_tokens": 5, "head_dim": 16, "dtype": torch.float32})
-    staging = torch.zeros(64 + 4 * (2 * 2 * 5 * 2 * 16), dtype=torch.uint8)
-    payload = staging[64:].view(torch.float32).view(2, 2, 5, 2, 16)
-    pack_chunk(cache, slots, range(0, 2), payload)
-    assert equal_bits(payload, cache[:2].flatten(2, 3)[:, :, slots])
-    assert (staging[:64] == 0).all()
+def test_a_part_may_lie_in_a_staging_buffer_behind_a_header() -> None:
+    plane, slots, part = copy_inputs(CASE)
+    staging = torch.zeros(48 + part.numel(), dtype=torch.uint8)
+    gather_rows(plane, slots, COLUMNS, staging[48:].view(part.shape))
+    assert torch.equal(staging[48:].view(part.shape), plane[:, slots, COLUMNS])
+    assert (staging[:48] == 0).all()
 
 
-def test_payload_of_another_shape_is_refused() -> None:
-    cache, slots, payload = chunk_inputs({**CASE, "layers": range(0, 2)})
+def test_a_part_of_another_shape_or_bytes_that_are_no_words_are_refused() -> None:
+    plane, slots, part = copy_inputs(CASE)
     with pytest.raises(AssertionError):
-        pack_chunk(cache, slots, range(0, 3), payload)
+        gather_rows(plane[:1], slots, COLUMNS, part)
     with pytest.raises(AssertionError):
-        unpack_chunk(cache, slots[:-1], range(0, 2), payload)
+        scatter_rows(plane, slots[:-1], COLUMNS, part)
+    with pytest.raises(AssertionError):
+        gather_rows(plane, slots, slice(23, 71), part)

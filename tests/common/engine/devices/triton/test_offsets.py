@@ -23,7 +23,7 @@ STRIDES = {
     "SIZE",
     "num_slots",
     "num_tokens",
-    "ROW_STRIDE",
+    "PART_WORDS",
 }
 # Indices that stay small: a head index times a head's stride is below one row of the cache.
 SMALL = {"head", "kv_head", "member", "row", "num_tiles"}

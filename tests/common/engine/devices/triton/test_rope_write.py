@@ -7,8 +7,8 @@ import triton.language as tl
 from common.engine.devices.triton.kv_layout import encoded, largest_of
 from common.engine.devices.triton.launch import jit, launch
 from common.engine.devices.triton.rope_write import rope_and_write, rope_and_write_reference
+from common.engine.kv.attention_planes import read_rows
 from common.engine.kv.quantized import LIMITS
-from common.engine.kv.rows import read_rows
 from tests.common.engine.devices.triton.cases import Shape, angles, poisoned_cache, projections
 from tests.common.engine.devices.triton.checks import GRIDS
 from tests.common.engine.devices.triton.pairwise import Case, case_id
@@ -23,11 +23,12 @@ def test_negative_slot_writes_nothing() -> None:
     q, k, v = projections(5, 2, 1, 16, torch.float32, is_fused=False)
     slots = torch.tensor([20, -1, 21, -1, -1])
     cache = torch.full((2, 3, 16, 2, 16), -3.0)
-    rotated = rope_and_write(q, k, v, angles(16), torch.arange(5), cache, slots)
+    layer = tuple(cache)
+    rotated = rope_and_write(q, k, v, angles(16), torch.arange(5), layer, slots)
     rows = cache.flatten(1, 2)
     written = (rows != -3.0).flatten(2).any(-1)
     assert written.nonzero().tolist() == [[0, 20], [0, 21], [1, 20], [1, 21]]
-    torch.testing.assert_close(rotated, rope_and_write_reference(q, k, v, angles(16), torch.arange(5), cache, slots))
+    torch.testing.assert_close(rotated, rope_and_write_reference(q, k, v, angles(16), torch.arange(5), layer, slots))
 
 
 @pytest.mark.parametrize("kind", (1, 2), ids=("int8", "fp8"))
@@ -60,7 +61,7 @@ def test_what_is_not_finite_is_not_hidden_by_codes(kv_dtype: torch.dtype, bad: f
     k[1, 0, 3] = v[2, 1, 5] = bad
     cache = poisoned_cache(2, Shape(16, kv_dtype=kv_dtype))
     rope_and_write(q, k, v, angles(16), torch.arange(3), cache, torch.arange(3))
-    key, value = read_rows(cache, torch.arange(3), 16, torch.float32)
+    key, value = read_rows(cache, torch.arange(3), torch.float32)
     assert not key[1, 0].isfinite().all()
     assert not value[2, 1].isfinite().all()
     assert key[0].isfinite().all()
