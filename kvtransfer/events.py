@@ -14,7 +14,7 @@ from common.values.ids import AttemptId, TransferId, WorkerRef
 from common.values.request import KvChunkTiming, SampledToken
 
 
-class Outcome(StrEnum):
+class TransferOutcome(StrEnum):
     """How a transfer ended, on each side exactly once."""
 
     DONE = "done"
@@ -211,7 +211,7 @@ class TransferEnded:
     """Local: the transfer is terminal and nothing touches its blocks any more. Exactly one per transfer."""
 
     transfer_id: TransferId
-    outcome: Outcome
+    outcome: TransferOutcome
     reason: str = ""
 
 
@@ -372,7 +372,7 @@ class TransferFailedLocally:
     """Local: a transfer ended early; the expectation stands and another try may come."""
 
     transfer_id: TransferId
-    outcome: Outcome
+    outcome: TransferOutcome
     reason: str
 
 

@@ -83,7 +83,7 @@ class ThreadsafePost(Generic[EventT]):
 
 
 def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> bool:
-    """`loop.call_soon_threadsafe`; False when the loop is closed, so that nobody is left to act."""
+    """`loop.call_soon_threadsafe`; False when the loop is closed: the call is dropped."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:

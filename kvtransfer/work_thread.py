@@ -10,7 +10,7 @@ from kvtransfer.session import call_in_loop
 
 
 class WorkThread:
-    """Create it in the event loop's thread. A job that raises is a bug of ours: the loop's exception handler hears."""
+    """Create it in the event loop's thread. A job that raises is a bug, which the loop's exception handler gets."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.get_running_loop()

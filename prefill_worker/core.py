@@ -20,12 +20,12 @@ from common.worker.events import RunStep
 from kvtransfer.events import (
     FirstToken,
     FirstTokensSampled,
-    Outcome,
     SenderEffect,
     SenderEvent,
     TokensComputed,
     TransferCancelRequested,
     TransferEnded,
+    TransferOutcome,
     TransferStarted,
 )
 from prefill_worker.admission import refusal
@@ -185,10 +185,10 @@ class PrefillCore:
             case PrefillPhase.ENDING:
                 del self.state.requests.ending[ended.transfer_id]
             case PrefillPhase.RUNNING:
-                assert ended.outcome is not Outcome.DONE, f"{request} was transferred before it was computed"
+                assert ended.outcome is not TransferOutcome.DONE, f"{request} was transferred before it was computed"
                 self.fail(request, reason, now_s, is_retryable=True)
             case _:
-                if ended.outcome is Outcome.LINK_LOST:
+                if ended.outcome is TransferOutcome.LINK_LOST:
                     self.state.send_failed(request, reason, is_retryable=True)
                 self.state.requests.remove(request)
 

@@ -2,7 +2,7 @@
 
 Pure: no IO. Owns every expectation from TransferExpected to TransferReceived or AttemptReleased, and per peer the
 window of posted receives. Announced is committed: whatever a peer announced is received in order, and thrown away
-when nobody wants it any more. Does not know how bytes move: the shell performs the effects.
+when it is not wanted any more. Does not know how bytes move: the shell performs the effects.
 
 What a peer says of a transfer (rows are `TRANSFER_ROWS`) depends on what the transfer is to us:
 
@@ -59,7 +59,6 @@ from kvtransfer.events import (
     DropPeer,
     ExpectationWithdrawn,
     FinishAnnounced,
-    Outcome,
     PeerLost,
     PeerReady,
     PostReceive,
@@ -69,10 +68,19 @@ from kvtransfer.events import (
     SendCancel,
     TransferExpected,
     TransferFailedLocally,
+    TransferOutcome,
     WriteChunk,
 )
 from kvtransfer.receiver.coverage import Coverage
-from kvtransfer.receiver.state import Attempt, AttemptState, Peer, PeerState, Standing, Transfer, Write
+from kvtransfer.receiver.state import (
+    Expectation,
+    ExpectationState,
+    ReceiverPeer,
+    ReceiverPeerState,
+    ReceiverTransfer,
+    TransferStatus,
+    Write,
+)
 from kvtransfer.receiver.window import ReceiveWindow
 
 
@@ -83,8 +91,8 @@ class ReceiverCore:
         self._planner = planner
         self._max_inflight_bytes = max_inflight_bytes
         self._link_timeout_s = link_timeout_s
-        self._attempts: dict[AttemptId, Attempt] = {}
-        self._peers: dict[WorkerRef, Peer] = {}
+        self._attempts: dict[AttemptId, Expectation] = {}
+        self._peers: dict[WorkerRef, ReceiverPeer] = {}
         self._writes: dict[tuple[TransferId, int], Write] = {}
         self._history = History()
         self._effects: list[ReceiverEffect] = []
@@ -128,7 +136,7 @@ class ReceiverCore:
         """Raise AssertionError when the state contradicts itself."""
         for attempt in self._attempts.values():
             assert attempt.num_writes == sum(write.attempt is attempt for write in self._writes.values())
-            if attempt.state is AttemptState.WITHDRAWN:
+            if attempt.state is ExpectationState.WITHDRAWN:
                 assert attempt.num_writes > 0
                 assert attempt.current is None
             if attempt.current is not None:
@@ -142,7 +150,7 @@ class ReceiverCore:
 
     def _handle_attempt_event(self, attempt_id: AttemptId, event: Any) -> None:
         attempt = self._attempts.get(attempt_id)
-        state = attempt.state if attempt else AttemptState.ABSENT
+        state = attempt.state if attempt else ExpectationState.ABSENT
         self._history.note(attempt_id, event)
         if isinstance(event, ChunkWritten) and (event.transfer_id, event.seq) not in self._writes:
             raise self._history.invalid(attempt_id, f"chunk {event.seq} written but not being written")
@@ -152,16 +160,16 @@ class ReceiverCore:
         row(self, attempt, event)
 
     def _expect(self, _: None, event: TransferExpected) -> None:
-        self._attempts[event.attempt_id] = Attempt(event)
+        self._attempts[event.attempt_id] = Expectation(event)
 
-    def _withdraw(self, attempt: Attempt, event: ExpectationWithdrawn) -> None:
+    def _withdraw(self, attempt: Expectation, event: ExpectationWithdrawn) -> None:
         if (transfer := attempt.current) is not None:
             attempt.current = None
             self._refuse(transfer.peer, transfer.transfer_id, event.reason)
-        attempt.state = AttemptState.WITHDRAWN
+        attempt.state = ExpectationState.WITHDRAWN
         self._release_if_unwritten(attempt)
 
-    def _written(self, attempt: Attempt, event: ChunkWritten) -> None:
+    def _written(self, attempt: Expectation, event: ChunkWritten) -> None:
         chunk = self._end_write(event)
         transfer = attempt.current
         if transfer is None:
@@ -170,7 +178,7 @@ class ReceiverCore:
             transfer.note_written(chunk, self._now_s)
         self._complete_if_all_written(attempt, transfer)
 
-    def _written_after_withdrawal(self, attempt: Attempt, event: ChunkWritten) -> None:
+    def _written_after_withdrawal(self, attempt: Expectation, event: ChunkWritten) -> None:
         self._end_write(event)
         self._release_if_unwritten(attempt)
 
@@ -182,7 +190,7 @@ class ReceiverCore:
             self._pump(write.peer)
         return write.chunk
 
-    def _release_if_unwritten(self, attempt: Attempt) -> None:
+    def _release_if_unwritten(self, attempt: Expectation) -> None:
         if attempt.num_writes == 0:
             del self._attempts[attempt.attempt_id]
             self._effects.append(AttemptReleased(attempt.attempt_id))
@@ -191,13 +199,13 @@ class ReceiverCore:
 
     def _handle_announcement(self, event: ChunkAnnounced | FinishAnnounced | CancelAnnounced) -> None:
         peer = self._peers.get(event.peer)
-        if peer is None or peer.state is PeerState.DROPPING:
+        if peer is None or peer.state is ReceiverPeerState.DROPPING:
             return
         self._history.note(event.transfer_id.attempt_id, event)
         if isinstance(event, ChunkAnnounced) and not self._commit(peer, event):
             return
-        standing = self._standing(event.peer, event.transfer_id)
-        TRANSFER_ROWS[(type(event), standing)](self, self._attempts.get(event.transfer_id.attempt_id), event)
+        status = self._status_of(event.peer, event.transfer_id)
+        TRANSFER_ROWS[(type(event), status)](self, self._attempts.get(event.transfer_id.attempt_id), event)
         self._pump(peer)
 
     def _handle_received(self, event: ChunkReceived) -> None:
@@ -207,99 +215,99 @@ class ReceiverCore:
         if peer is None or chunk is None:
             raise self._history.invalid(event.transfer_id.attempt_id, f"chunk {event.seq} received out of order")
         peer.last_progress_s = self._now_s
-        standing = self._standing(event.peer, event.transfer_id)
+        status = self._status_of(event.peer, event.transfer_id)
         attempt = self._attempts.get(event.transfer_id.attempt_id)
-        TRANSFER_ROWS[(ChunkReceived, standing)](self, attempt, event, peer, chunk)
+        TRANSFER_ROWS[(ChunkReceived, status)](self, attempt, event, peer, chunk)
         self._pump(peer)
 
-    def _standing(self, peer: WorkerRef, transfer_id: TransferId) -> Standing:
+    def _status_of(self, peer: WorkerRef, transfer_id: TransferId) -> TransferStatus:
         attempt = self._attempts.get(transfer_id.attempt_id)
-        if attempt is None or attempt.state is AttemptState.WITHDRAWN:
-            return Standing.UNWANTED
+        if attempt is None or attempt.state is ExpectationState.WITHDRAWN:
+            return TransferStatus.UNWANTED
         if (current := attempt.current) is not None and current.transfer_id == transfer_id:
-            return Standing.CURRENT if current.peer == peer else Standing.UNWANTED
+            return TransferStatus.CURRENT if current.peer == peer else TransferStatus.UNWANTED
         is_new = transfer_id.prefill_try > attempt.newest_try and transfer_id not in self._peers[peer].refused
-        return Standing.OPEN if is_new else Standing.UNWANTED
+        return TransferStatus.OPEN if is_new else TransferStatus.UNWANTED
 
-    def _commit(self, peer: Peer, event: ChunkAnnounced) -> bool:
+    def _commit(self, peer: ReceiverPeer, event: ChunkAnnounced) -> bool:
         """Take an announced chunk into the receive queue; a breach drops the peer: its next bytes are unknown."""
         problem = self._planner.problem(event.chunk) or peer.window.announce(event.transfer_id, event.chunk)
         if problem is not None:
             self._drop_peer(peer, f"{event.transfer_id}: {problem}")
         return problem is None
 
-    def _drain(self, _: Attempt | None, event: ChunkAnnounced | FinishAnnounced) -> None:
+    def _drain(self, _: Expectation | None, event: ChunkAnnounced | FinishAnnounced) -> None:
         self._refuse(event.peer, event.transfer_id, "not wanted here")
 
-    def _begin_with_chunk(self, attempt: Attempt, event: ChunkAnnounced) -> None:
+    def _begin_with_chunk(self, attempt: Expectation, event: ChunkAnnounced) -> None:
         self._begin(attempt, event.peer, event.transfer_id)
         self._accept(attempt, event)
 
-    def _begin_with_finish(self, attempt: Attempt, event: FinishAnnounced) -> None:
+    def _begin_with_finish(self, attempt: Expectation, event: FinishAnnounced) -> None:
         self._begin(attempt, event.peer, event.transfer_id)
         self._finish(attempt, event)
 
-    def _begin(self, attempt: Attempt, peer: WorkerRef, transfer_id: TransferId) -> None:
+    def _begin(self, attempt: Expectation, peer: WorkerRef, transfer_id: TransferId) -> None:
         if attempt.current is not None:
-            self._fail(attempt, Outcome.CANCELLED, f"superseded by try {transfer_id.prefill_try}")
+            self._fail(attempt, TransferOutcome.CANCELLED, f"superseded by try {transfer_id.prefill_try}")
         expected = attempt.expected
         coverage = Coverage(self._planner, expected.first_token, expected.num_tokens)
         attempt.newest_try = transfer_id.prefill_try
-        attempt.current = Transfer(transfer_id, peer, coverage)
+        attempt.current = ReceiverTransfer(transfer_id, peer, coverage)
 
-    def _accept(self, attempt: Attempt, event: ChunkAnnounced) -> None:
+    def _accept(self, attempt: Expectation, event: ChunkAnnounced) -> None:
         transfer = _current(attempt)
         problem = transfer.problem(event.chunk) or transfer.coverage.add(event.chunk)
         if problem is not None:
-            self._fail(attempt, Outcome.CANCELLED, problem)
+            self._fail(attempt, TransferOutcome.CANCELLED, problem)
             return
         if transfer.num_announced == 0:
             transfer.first_announced_s = self._now_s
         transfer.num_announced += 1
         transfer.num_bytes += event.chunk.num_bytes
 
-    def _write(self, attempt: Attempt, event: ChunkReceived, peer: Peer, chunk: Chunk) -> None:
+    def _write(self, attempt: Expectation, event: ChunkReceived, peer: ReceiverPeer, chunk: Chunk) -> None:
         if event.error is not None:
             self._discard(attempt, event, peer, chunk)
-            self._fail(attempt, Outcome.CANCELLED, event.error)
+            self._fail(attempt, TransferOutcome.CANCELLED, event.error)
             return
         self._writes[(event.transfer_id, event.seq)] = Write(attempt, peer, chunk)
         attempt.num_writes += 1
         block_table = attempt.expected.block_tables[chunk.group_idx]
         self._effects.append(WriteChunk(event.peer, event.transfer_id, chunk, block_table))
 
-    def _discard(self, _: Attempt | None, event: ChunkReceived, peer: Peer, chunk: Chunk) -> None:
+    def _discard(self, _: Expectation | None, event: ChunkReceived, peer: ReceiverPeer, chunk: Chunk) -> None:
         peer.window.free(chunk.num_bytes)
         self._effects.append(DiscardChunk(event.peer, event.transfer_id, event.seq))
 
-    def _finish(self, attempt: Attempt, event: FinishAnnounced) -> None:
+    def _finish(self, attempt: Expectation, event: FinishAnnounced) -> None:
         transfer = _current(attempt)
         if transfer.finish is not None:
             return
         problem = transfer.finish_problem(event, attempt.expected.num_first_tokens)
         if problem is not None:
-            self._fail(attempt, Outcome.CANCELLED, problem)
+            self._fail(attempt, TransferOutcome.CANCELLED, problem)
             return
         transfer.finish, transfer.finished_s = event, self._now_s
         self._complete_if_all_written(attempt, transfer)
 
-    def _cancelled_by_peer(self, attempt: Attempt, event: CancelAnnounced) -> None:
+    def _cancelled_by_peer(self, attempt: Expectation, event: CancelAnnounced) -> None:
         self._peers[event.peer].refuse(event.transfer_id)
-        self._fail(attempt, Outcome.CANCELLED, event.reason)
+        self._fail(attempt, TransferOutcome.CANCELLED, event.reason)
 
-    def _ignore(self, _: Attempt | None, __: ReceiverEvent) -> None:
+    def _ignore(self, _: Expectation | None, __: ReceiverEvent) -> None:
         """A legal event that comes late, twice, or too late to matter."""
 
-    def _complete_if_all_written(self, attempt: Attempt, transfer: Transfer) -> None:
+    def _complete_if_all_written(self, attempt: Expectation, transfer: ReceiverTransfer) -> None:
         if attempt.num_writes > 0 or transfer.finish is None or transfer.num_written < transfer.finish.num_chunks:
             return
         if not transfer.coverage.is_complete:
-            self._fail(attempt, Outcome.CANCELLED, f"{transfer.num_written} chunks do not cover the request")
+            self._fail(attempt, TransferOutcome.CANCELLED, f"{transfer.num_written} chunks do not cover the request")
             return
         del self._attempts[attempt.attempt_id]
         self._effects += [SendAcknowledged(transfer.peer, transfer.transfer_id), transfer.received(self._now_s)]
 
-    def _fail(self, attempt: Attempt, outcome: Outcome, reason: str) -> None:
+    def _fail(self, attempt: Expectation, outcome: TransferOutcome, reason: str) -> None:
         """End the current transfer; the expectation stands."""
         transfer = _current(attempt)
         attempt.current = None
@@ -310,14 +318,14 @@ class ReceiverCore:
 
     def _refuse(self, ref: WorkerRef, transfer_id: TransferId, reason: str) -> None:
         peer = self._peers.get(ref)
-        if peer is not None and peer.refuse(transfer_id) and peer.state is PeerState.READY:
+        if peer is not None and peer.refuse(transfer_id) and peer.state is ReceiverPeerState.READY:
             self._effects.append(SendCancel(ref, transfer_id, reason))
 
     # ---- peers --------------------------------------------------------------------------------------
 
     def _handle_peer_event(self, event: PeerReady | PeerLost) -> None:
         peer = self._peers.get(event.peer)
-        state = peer.state if peer else PeerState.ABSENT
+        state = peer.state if peer else ReceiverPeerState.ABSENT
         self._history.note(event.peer, event)
         row = PEER_ROWS.get((type(event), state))
         if row is None:
@@ -325,24 +333,24 @@ class ReceiverCore:
         row(self, event)
 
     def _connected(self, event: PeerReady) -> None:
-        self._peers[event.peer] = Peer(event.peer, ReceiveWindow(self._max_inflight_bytes), self._now_s)
+        self._peers[event.peer] = ReceiverPeer(event.peer, ReceiveWindow(self._max_inflight_bytes), self._now_s)
 
     def _lost(self, event: PeerLost) -> None:
         del self._peers[event.peer]
         for attempt in self._attempts.values():
             if attempt.current is not None and attempt.current.peer == event.peer:
-                self._fail(attempt, Outcome.LINK_LOST, event.reason)
+                self._fail(attempt, TransferOutcome.LINK_LOST, event.reason)
 
     def _lost_again(self, _: PeerLost) -> None:
         """A peer that is not known any more was lost: nothing depends on it."""
 
-    def _drop_peer(self, peer: Peer, reason: str) -> None:
-        peer.state = PeerState.DROPPING
+    def _drop_peer(self, peer: ReceiverPeer, reason: str) -> None:
+        peer.state = ReceiverPeerState.DROPPING
         self._effects.append(DropPeer(peer.ref, reason))
 
-    def _pump(self, peer: Peer) -> None:
+    def _pump(self, peer: ReceiverPeer) -> None:
         """Post receives in announced order while the window has room."""
-        while peer.state is PeerState.READY and peer.window.can_post:
+        while peer.state is ReceiverPeerState.READY and peer.window.can_post:
             if peer.window.num_posted == 0:
                 peer.last_progress_s = self._now_s
             self._effects.append(PostReceive(peer.ref, *peer.window.post_next()))
@@ -353,21 +361,21 @@ class ReceiverCore:
         effects, self._effects = self._effects, []
         return effects
 
-    def _check_peer(self, peer: Peer) -> None:
+    def _check_peer(self, peer: ReceiverPeer) -> None:
         writing_bytes = sum(write.chunk.num_bytes for write in self._writes.values() if write.peer is peer)
         assert peer.window.inflight_bytes == writing_bytes + peer.window.posted_bytes
-        assert peer.state is PeerState.DROPPING or not peer.window.can_post
+        assert peer.state is ReceiverPeerState.DROPPING or not peer.window.can_post
 
 
-def _current(attempt: Attempt) -> Transfer:
+def _current(attempt: Expectation) -> ReceiverTransfer:
     assert attempt.current is not None
     return attempt.current
 
 
-_UNWANTED, _OPEN, _CURRENT = Standing.UNWANTED, Standing.OPEN, Standing.CURRENT
+_UNWANTED, _OPEN, _CURRENT = TransferStatus.UNWANTED, TransferStatus.OPEN, TransferStatus.CURRENT
 
 # (event, state) -> what is done. Public: an explorer covers them row by row.
-TRANSFER_ROWS: Mapping[tuple[type, Standing], Callable[..., None]] = {
+TRANSFER_ROWS: Mapping[tuple[type, TransferStatus], Callable[..., None]] = {
     (ChunkAnnounced, _UNWANTED): ReceiverCore._drain,
     (ChunkAnnounced, _OPEN): ReceiverCore._begin_with_chunk,
     (ChunkAnnounced, _CURRENT): ReceiverCore._accept,
@@ -382,17 +390,17 @@ TRANSFER_ROWS: Mapping[tuple[type, Standing], Callable[..., None]] = {
     (CancelAnnounced, _CURRENT): ReceiverCore._cancelled_by_peer,
 }
 
-ATTEMPT_ROWS: Mapping[tuple[type, AttemptState], Callable[..., None]] = {
-    (TransferExpected, AttemptState.ABSENT): ReceiverCore._expect,
-    (ExpectationWithdrawn, AttemptState.EXPECTED): ReceiverCore._withdraw,
-    (ExpectationWithdrawn, AttemptState.WITHDRAWN): ReceiverCore._ignore,
-    (ChunkWritten, AttemptState.EXPECTED): ReceiverCore._written,
-    (ChunkWritten, AttemptState.WITHDRAWN): ReceiverCore._written_after_withdrawal,
+ATTEMPT_ROWS: Mapping[tuple[type, ExpectationState], Callable[..., None]] = {
+    (TransferExpected, ExpectationState.ABSENT): ReceiverCore._expect,
+    (ExpectationWithdrawn, ExpectationState.EXPECTED): ReceiverCore._withdraw,
+    (ExpectationWithdrawn, ExpectationState.WITHDRAWN): ReceiverCore._ignore,
+    (ChunkWritten, ExpectationState.EXPECTED): ReceiverCore._written,
+    (ChunkWritten, ExpectationState.WITHDRAWN): ReceiverCore._written_after_withdrawal,
 }
 
-PEER_ROWS: Mapping[tuple[type, PeerState], Callable[..., None]] = {
-    (PeerReady, PeerState.ABSENT): ReceiverCore._connected,
-    (PeerLost, PeerState.ABSENT): ReceiverCore._lost_again,
-    (PeerLost, PeerState.READY): ReceiverCore._lost,
-    (PeerLost, PeerState.DROPPING): ReceiverCore._lost,
+PEER_ROWS: Mapping[tuple[type, ReceiverPeerState], Callable[..., None]] = {
+    (PeerReady, ReceiverPeerState.ABSENT): ReceiverCore._connected,
+    (PeerLost, ReceiverPeerState.ABSENT): ReceiverCore._lost_again,
+    (PeerLost, ReceiverPeerState.READY): ReceiverCore._lost,
+    (PeerLost, ReceiverPeerState.DROPPING): ReceiverCore._lost,
 }

@@ -28,7 +28,7 @@ from kvtransfer.events import (
     WriteChunk,
 )
 from kvtransfer.links.rendezvous import RendezvousStore
-from kvtransfer.receiver.peer import Context, ReceiverPeer, ReceiverShared, Requests
+from kvtransfer.receiver.session import Context, ReceiverSession, ReceiverShared, Requests
 from kvtransfer.session import STOPPING, SessionSettings, call_in_loop
 from kvtransfer.work_thread import WorkThread
 
@@ -52,7 +52,7 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
             RendezvousStore(settings.host, settings.link_timeout_s),
             WorkThread("kv-receiver"),
         )
-        self._peers: dict[WorkerRef, ReceiverPeer] = {}
+        self._peers: dict[WorkerRef, ReceiverSession] = {}
         self._is_closed = False
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -75,7 +75,7 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
                 assert_never(effect)
 
     async def close(self) -> None:
-        """End every session and the store; waits for chunks that are being written. Whoever calls later is refused."""
+        """End every session and the store; waits for chunks that are being written. Later calls are refused."""
         self._is_closed = True
         for peer in list(self._peers.values()):
             peer.end(STOPPING)
@@ -96,7 +96,7 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
         if (old := self._peers.get(ref)) is not None:
             old.end("the peer connected again")
-        peer = self._peers[ref] = ReceiverPeer(self._shared, ref, lambda: self._peers.__delitem__(ref))
+        peer = self._peers[ref] = ReceiverSession(self._shared, ref, lambda: self._peers.__delitem__(ref))
         reason = await peer.run(requests, context)
         await context.abort(grpc.StatusCode.ABORTED, reason)
 

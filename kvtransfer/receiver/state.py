@@ -15,7 +15,7 @@ MAX_REFUSED_PER_PEER = 1024
 MAX_TIMED_CHUNKS = 256
 
 
-class Standing(StrEnum):
+class TransferStatus(StrEnum):
     """What a transfer named by a peer is to this worker; see the table in `kvtransfer.receiver.core`."""
 
     UNWANTED = "unwanted"
@@ -23,7 +23,7 @@ class Standing(StrEnum):
     CURRENT = "current"
 
 
-class AttemptState(StrEnum):
+class ExpectationState(StrEnum):
     """Where an attempt's expectation stands."""
 
     ABSENT = "absent"
@@ -31,7 +31,7 @@ class AttemptState(StrEnum):
     WITHDRAWN = "withdrawn"
 
 
-class PeerState(StrEnum):
+class ReceiverPeerState(StrEnum):
     """Where control stream and link to a peer stand."""
 
     ABSENT = "absent"
@@ -40,7 +40,7 @@ class PeerState(StrEnum):
 
 
 @dataclass(slots=True)
-class Transfer:
+class ReceiverTransfer:
     """The transfer that is filling an attempt's blocks."""
 
     transfer_id: TransferId
@@ -97,12 +97,12 @@ class Transfer:
 
 
 @dataclass(slots=True)
-class Attempt:
+class Expectation:
     """Room that was granted. `newest_try` is the highest prefill try that ever began; older ones are unwanted."""
 
     expected: TransferExpected
-    state: AttemptState = AttemptState.EXPECTED
-    current: Transfer | None = None
+    state: ExpectationState = ExpectationState.EXPECTED
+    current: ReceiverTransfer | None = None
     newest_try: int = -1
     num_writes: int = 0  # emitted WriteChunks that still write the blocks
 
@@ -112,21 +112,23 @@ class Attempt:
 
 
 @dataclass(slots=True)
-class Peer:
+class ReceiverPeer:
     """One peer's link."""
 
     ref: WorkerRef
     window: ReceiveWindow
     last_progress_s: float
-    state: PeerState = PeerState.READY
-    refused: OrderedDict[TransferId, None] = field(default_factory=OrderedDict)  # told that we do not want it
+    state: ReceiverPeerState = ReceiverPeerState.READY
+    refused: OrderedDict[TransferId, None] = field(
+        default_factory=OrderedDict
+    )  # those that were answered with SendCancel
 
     @property
     def owes_progress(self) -> bool:
-        return self.state is PeerState.READY and self.window.num_posted > 0
+        return self.state is ReceiverPeerState.READY and self.window.num_posted > 0
 
     def refuse(self, transfer_id: TransferId) -> bool:
-        """Remember that the peer was told; False when it was told before."""
+        """Note that the transfer is answered with SendCancel; False when it was before."""
         if transfer_id in self.refused:
             return False
         self.refused[transfer_id] = None
@@ -139,6 +141,6 @@ class Peer:
 class Write:
     """An emitted WriteChunk. `peer` is the link that it came by, which may be gone meanwhile."""
 
-    attempt: Attempt
-    peer: Peer
+    attempt: Expectation
+    peer: ReceiverPeer
     chunk: Chunk

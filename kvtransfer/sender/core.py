@@ -48,7 +48,6 @@ from kvtransfer.events import (
     ConnectPeer,
     DropPeer,
     FirstTokensSampled,
-    Outcome,
     PeerLost,
     PeerReady,
     SendCancel,
@@ -59,9 +58,10 @@ from kvtransfer.events import (
     TokensComputed,
     TransferCancelRequested,
     TransferEnded,
+    TransferOutcome,
     TransferStarted,
 )
-from kvtransfer.sender.state import Outstanding, Peer, PeerState, Transfer, TransferState
+from kvtransfer.sender.state import Outstanding, SenderPeer, SenderPeerState, SenderTransfer, TransferState
 
 
 class SenderCore:
@@ -71,8 +71,8 @@ class SenderCore:
         self._planner = planner
         self._max_inflight_bytes = max_inflight_bytes
         self._link_timeout_s = link_timeout_s
-        self._transfers: dict[TransferId, Transfer] = {}
-        self._peers: dict[WorkerRef, Peer] = {}
+        self._transfers: dict[TransferId, SenderTransfer] = {}
+        self._peers: dict[WorkerRef, SenderPeer] = {}
         self._outstanding: dict[tuple[TransferId, int], Outstanding] = {}
         self._history = History()
         self._effects: list[SenderEffect] = []
@@ -132,29 +132,29 @@ class SenderCore:
 
     def _begin(self, _: None, event: TransferStarted) -> None:
         cutter = ChunkCutter(self._planner, event.first_token, event.num_tokens)
-        self._transfers[event.transfer_id] = Transfer(event, cutter)
+        self._transfers[event.transfer_id] = SenderTransfer(event, cutter)
         peer = self._peers.get(event.peer)
         if peer is None:
-            peer = self._peers[event.peer] = Peer(self._now_s)
+            peer = self._peers[event.peer] = SenderPeer(self._now_s)
             self._effects.append(ConnectPeer(event.peer, event.address))
         peer.transfer_ids[event.transfer_id] = None
 
-    def _compute(self, transfer: Transfer, event: TokensComputed) -> None:
+    def _compute(self, transfer: SenderTransfer, event: TokensComputed) -> None:
         try:
             chunks = transfer.cutter.advance(event.num_layers, event.token_end)
         except ValueError as error:
             raise self._history.invalid(event.transfer_id, str(error)) from None
         self._queue(transfer, chunks)
 
-    def _flush(self, transfer: Transfer, event: FirstTokensSampled) -> None:
+    def _flush(self, transfer: SenderTransfer, event: FirstTokensSampled) -> None:
         transfer.tokens = event.tokens
         transfer.state = TransferState.FLUSHING
         chunks = transfer.cutter.finish()
-        if self._peer_of(transfer).state is PeerState.READY:
+        if self._peer_of(transfer).state is SenderPeerState.READY:
             self._send_finished(transfer)
         self._queue(transfer, chunks)
 
-    def _count_packed(self, transfer: Transfer, event: ChunkPacked) -> None:
+    def _count_packed(self, transfer: SenderTransfer, event: ChunkPacked) -> None:
         entry = self._outstanding.get((event.transfer_id, event.seq))
         if entry is None or entry.is_packed:
             raise self._history.invalid(event.transfer_id, f"chunk {event.seq} packed but not being packed")
@@ -162,28 +162,28 @@ class SenderCore:
         transfer.num_unpacked -= 1
         self._end_if_unread(transfer)
 
-    def _cancel_requested(self, transfer: Transfer, event: TransferCancelRequested) -> None:
+    def _cancel_requested(self, transfer: SenderTransfer, event: TransferCancelRequested) -> None:
         self._cancel(transfer, event.reason)
 
-    def _acknowledged(self, transfer: Transfer, _: AcknowledgedByPeer) -> None:
-        self._decide(transfer, Outcome.DONE, "")
+    def _acknowledged(self, transfer: SenderTransfer, _: AcknowledgedByPeer) -> None:
+        self._decide(transfer, TransferOutcome.DONE, "")
 
-    def _acknowledged_early(self, transfer: Transfer, _: AcknowledgedByPeer) -> None:
+    def _acknowledged_early(self, transfer: SenderTransfer, _: AcknowledgedByPeer) -> None:
         self._drop_peer(transfer.started.peer, self._peer_of(transfer), f"acknowledged {transfer.transfer_id} early")
 
-    def _cancelled_by_peer(self, transfer: Transfer, event: CancelledByPeer) -> None:
-        self._decide(transfer, Outcome.CANCELLED, event.reason)
+    def _cancelled_by_peer(self, transfer: SenderTransfer, event: CancelledByPeer) -> None:
+        self._decide(transfer, TransferOutcome.CANCELLED, event.reason)
 
-    def _ignore(self, _: Transfer | None, __: SenderEvent) -> None:
+    def _ignore(self, _: SenderTransfer | None, __: SenderEvent) -> None:
         """A legal event that comes late, twice, or too late to matter."""
 
-    def _cancel(self, transfer: Transfer, reason: str) -> None:
+    def _cancel(self, transfer: SenderTransfer, reason: str) -> None:
         peer = self._peer_of(transfer)
-        if transfer.is_known_to_peer and peer.state is PeerState.READY:
+        if transfer.is_known_to_peer and peer.state is SenderPeerState.READY:
             self._effects.append(SendCancel(transfer.started.peer, transfer.transfer_id, reason))
-        self._decide(transfer, Outcome.CANCELLED, reason)
+        self._decide(transfer, TransferOutcome.CANCELLED, reason)
 
-    def _decide(self, transfer: Transfer, outcome: Outcome, reason: str) -> None:
+    def _decide(self, transfer: SenderTransfer, outcome: TransferOutcome, reason: str) -> None:
         """No more chunks; the transfer ends when no pack reads its blocks."""
         transfer.state, transfer.outcome, transfer.reason = TransferState.ENDING, outcome, reason
         peer = self._peer_of(transfer)
@@ -193,11 +193,11 @@ class SenderCore:
         self._end_if_unread(transfer)
         self._pump(peer)  # a smaller chunk of another transfer may fit now
 
-    def _end_if_unread(self, transfer: Transfer) -> None:
+    def _end_if_unread(self, transfer: SenderTransfer) -> None:
         if transfer.state is TransferState.ENDING and transfer.num_unpacked == 0:
             self._end(transfer)
 
-    def _end(self, transfer: Transfer) -> None:
+    def _end(self, transfer: SenderTransfer) -> None:
         assert transfer.outcome is not None
         del self._transfers[transfer.transfer_id]
         self._peer_of(transfer).transfer_ids.pop(transfer.transfer_id)
@@ -210,7 +210,7 @@ class SenderCore:
     def _handle_peer_event(self, event: PeerReady | PeerLost | ChunkSent) -> None:
         ref = self._taken_by(event) if isinstance(event, ChunkSent) else event.peer
         peer = self._peers.get(ref)
-        state = peer.state if peer else PeerState.ABSENT
+        state = peer.state if peer else SenderPeerState.ABSENT
         self._history.note(ref, event)
         row = PEER_ROWS.get((type(event), state))
         if row is None:
@@ -224,26 +224,26 @@ class SenderCore:
             raise self._history.invalid(event.transfer_id, f"chunk {event.seq} sent but not packed and outstanding")
         return entry.peer
 
-    def _connected(self, _: WorkerRef, peer: Peer, __: PeerReady) -> None:
-        peer.state, peer.last_progress_s = PeerState.READY, self._now_s
+    def _connected(self, _: WorkerRef, peer: SenderPeer, __: PeerReady) -> None:
+        peer.state, peer.last_progress_s = SenderPeerState.READY, self._now_s
         for transfer_id in peer.transfer_ids:
             transfer = self._transfers[transfer_id]
             if transfer.state is TransferState.FLUSHING:
                 self._send_finished(transfer)
         self._pump(peer)
 
-    def _taken(self, _: WorkerRef, peer: Peer, event: ChunkSent) -> None:
+    def _taken(self, _: WorkerRef, peer: SenderPeer, event: ChunkSent) -> None:
         entry = self._outstanding.pop((event.transfer_id, event.seq))
         peer.num_outstanding -= 1
         peer.inflight_bytes -= entry.num_bytes
         peer.last_progress_s = self._now_s
         self._pump(peer)
 
-    def _lost(self, ref: WorkerRef, peer: Peer, event: PeerLost) -> None:
+    def _lost(self, ref: WorkerRef, peer: SenderPeer, event: PeerLost) -> None:
         for transfer_id in list(peer.transfer_ids):
             transfer = self._transfers[transfer_id]
             if transfer.outcome is None:
-                transfer.outcome, transfer.reason = Outcome.LINK_LOST, event.reason
+                transfer.outcome, transfer.reason = TransferOutcome.LINK_LOST, event.reason
             self._end(transfer)
         del self._peers[ref]
         self._outstanding = {key: entry for key, entry in self._outstanding.items() if entry.peer != ref}
@@ -251,14 +251,14 @@ class SenderCore:
     def _lost_again(self, _: WorkerRef, __: None, ___: PeerLost) -> None:
         """A peer that is not known any more was lost: nothing depends on it."""
 
-    def _drop_peer(self, ref: WorkerRef, peer: Peer, reason: str) -> None:
-        if peer.state is not PeerState.DROPPING:
-            peer.state = PeerState.DROPPING
+    def _drop_peer(self, ref: WorkerRef, peer: SenderPeer, reason: str) -> None:
+        if peer.state is not SenderPeerState.DROPPING:
+            peer.state = SenderPeerState.DROPPING
             self._effects.append(DropPeer(ref, reason))
 
     # ---- sending ------------------------------------------------------------------------------------
 
-    def _queue(self, transfer: Transfer, chunks: list[Chunk]) -> None:
+    def _queue(self, transfer: SenderTransfer, chunks: list[Chunk]) -> None:
         peer = self._peer_of(transfer)
         if chunks and not transfer.queue:
             peer.rotation.append(transfer.transfer_id)
@@ -266,9 +266,9 @@ class SenderCore:
         self._pump(peer)
         self._await_if_flushed(transfer, peer)
 
-    def _pump(self, peer: Peer) -> None:
+    def _pump(self, peer: SenderPeer) -> None:
         """Announce queued chunks while the window has room, one of each transfer in turn."""
-        while peer.state is PeerState.READY and peer.rotation:
+        while peer.state is SenderPeerState.READY and peer.rotation:
             transfer = self._transfers[peer.rotation[0]]
             if not self._fits(peer, transfer.queue[0]):
                 return
@@ -278,11 +278,11 @@ class SenderCore:
                 peer.rotation.append(transfer.transfer_id)
             self._await_if_flushed(transfer, peer)
 
-    def _fits(self, peer: Peer, chunk: Chunk) -> bool:
+    def _fits(self, peer: SenderPeer, chunk: Chunk) -> bool:
         """A chunk larger than the whole window goes alone."""
         return peer.inflight_bytes == 0 or peer.inflight_bytes + chunk.num_bytes <= self._max_inflight_bytes
 
-    def _send_chunk(self, transfer: Transfer, peer: Peer, chunk: Chunk) -> None:
+    def _send_chunk(self, transfer: SenderTransfer, peer: SenderPeer, chunk: Chunk) -> None:
         started = transfer.started
         if peer.num_outstanding == 0:
             peer.last_progress_s = self._now_s
@@ -293,26 +293,26 @@ class SenderCore:
         transfer.is_known_to_peer = True
         self._effects.append(SendChunk(started.peer, started.transfer_id, chunk, started.block_tables[chunk.group_idx]))
 
-    def _send_finished(self, transfer: Transfer) -> None:
+    def _send_finished(self, transfer: SenderTransfer) -> None:
         """Sent as soon as the prompt is computed, ahead of queued chunks: the receiver times the exposed part."""
         transfer.is_known_to_peer = True
         num_chunks = transfer.cutter.num_chunks
         self._effects.append(SendFinished(transfer.started.peer, transfer.transfer_id, num_chunks, transfer.tokens))
 
-    def _await_if_flushed(self, transfer: Transfer, peer: Peer) -> None:
-        if transfer.state is TransferState.FLUSHING and not transfer.queue and peer.state is PeerState.READY:
+    def _await_if_flushed(self, transfer: SenderTransfer, peer: SenderPeer) -> None:
+        if transfer.state is TransferState.FLUSHING and not transfer.queue and peer.state is SenderPeerState.READY:
             transfer.state = TransferState.AWAITING
 
     # ---- small things -------------------------------------------------------------------------------
 
-    def _peer_of(self, transfer: Transfer) -> Peer:
+    def _peer_of(self, transfer: SenderTransfer) -> SenderPeer:
         return self._peers[transfer.started.peer]
 
     def _take_effects(self) -> list[SenderEffect]:
         effects, self._effects = self._effects, []
         return effects
 
-    def _check_transfer(self, transfer: Transfer) -> None:
+    def _check_transfer(self, transfer: SenderTransfer) -> None:
         peer = self._peer_of(transfer)
         unpacked = [key for key, entry in self._outstanding.items() if key[0] == transfer.transfer_id]
         assert transfer.num_unpacked == sum(not self._outstanding[key].is_packed for key in unpacked)
@@ -323,14 +323,14 @@ class SenderCore:
         assert not is_ending or transfer.num_unpacked > 0
         assert transfer.state is not TransferState.AWAITING or not transfer.queue
 
-    def _check_peer(self, ref: WorkerRef, peer: Peer) -> None:
+    def _check_peer(self, ref: WorkerRef, peer: SenderPeer) -> None:
         mine = [entry for entry in self._outstanding.values() if entry.peer == ref]
         assert peer.num_outstanding == len(mine)
         assert peer.inflight_bytes == sum(entry.num_bytes for entry in mine)
         assert peer.inflight_bytes <= self._max_inflight_bytes or len(mine) == 1
         assert all(transfer_id in self._transfers for transfer_id in peer.transfer_ids)
-        assert peer.state is not PeerState.CONNECTING or not mine
-        is_idle = peer.state is PeerState.READY and bool(peer.rotation)
+        assert peer.state is not SenderPeerState.CONNECTING or not mine
+        is_idle = peer.state is SenderPeerState.READY and bool(peer.rotation)
         assert not is_idle or not self._fits(peer, self._transfers[peer.rotation[0]].queue[0])
 
 
@@ -354,10 +354,13 @@ TRANSFER_ROWS: Mapping[tuple[type, TransferState], Callable[..., None]] = {
     **{(CancelledByPeer, s): SenderCore._cancelled_by_peer for s in (_STREAMING, _FLUSHING, _AWAITING)},
 }
 
-PEER_ROWS: Mapping[tuple[type, PeerState], Callable[..., None]] = {
-    (PeerReady, PeerState.CONNECTING): SenderCore._connected,
-    (ChunkSent, PeerState.READY): SenderCore._taken,
-    (ChunkSent, PeerState.DROPPING): SenderCore._taken,
-    (PeerLost, PeerState.ABSENT): SenderCore._lost_again,
-    **{(PeerLost, s): SenderCore._lost for s in (PeerState.CONNECTING, PeerState.READY, PeerState.DROPPING)},
+PEER_ROWS: Mapping[tuple[type, SenderPeerState], Callable[..., None]] = {
+    (PeerReady, SenderPeerState.CONNECTING): SenderCore._connected,
+    (ChunkSent, SenderPeerState.READY): SenderCore._taken,
+    (ChunkSent, SenderPeerState.DROPPING): SenderCore._taken,
+    (PeerLost, SenderPeerState.ABSENT): SenderCore._lost_again,
+    **{
+        (PeerLost, s): SenderCore._lost
+        for s in (SenderPeerState.CONNECTING, SenderPeerState.READY, SenderPeerState.DROPPING)
+    },
 }

@@ -15,7 +15,7 @@ from kvtransfer.links.protocol import Link
 class Packer:
     """Packs in the order of `submit`, which is the announced order. Posts ChunkPacked and ChunkSent.
 
-    `on_failure` hears, from any thread, that a pack or a send failed. `on_stopped` is called as the thread's last
+    `on_failure` is called, from any thread, when a pack or a send failed. `on_stopped` is called as the thread's last
     act after `close`: no block is read any more, and every ChunkPacked has been posted.
     """
 

@@ -7,7 +7,7 @@ from common.telemetry.logs import get_logger
 from common.values.ids import WorkerRef
 from kvtransfer.chunk.pack import kv_packer
 from kvtransfer.events import ConnectPeer, DropPeer, PeerLost, SendCancel, SendChunk, SendFinished
-from kvtransfer.sender.peer import Post, SenderPeer
+from kvtransfer.sender.session import Post, SenderSession
 from kvtransfer.session import STOPPING, SessionSettings
 
 NetworkEffect = ConnectPeer | SendChunk | SendFinished | SendCancel | DropPeer
@@ -20,7 +20,7 @@ class SenderSessions:
         self._settings = settings
         self._post = post
         self._kv_packer = kv_packer(settings.cache)
-        self._peers: dict[WorkerRef, SenderPeer] = {}
+        self._peers: dict[WorkerRef, SenderSession] = {}
         self._is_closed = False
 
     def perform(self, effect: NetworkEffect) -> None:
@@ -60,7 +60,7 @@ class SenderSessions:
             self._post(PeerLost(effect.peer, STOPPING))
             return
         assert effect.peer not in self._peers
-        self._peers[effect.peer] = SenderPeer(self._settings, self._kv_packer, effect, self._post, self._on_ended)
+        self._peers[effect.peer] = SenderSession(self._settings, self._kv_packer, effect, self._post, self._on_ended)
 
     def _on_ended(self, peer: WorkerRef, reason: str) -> None:
         get_logger().info("handoff_peer_lost", peer=str(peer), reason=reason)

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from common.values.ids import TransferId, WorkerRef
 from kvtransfer.chunk.plan import ChunkCutter
-from kvtransfer.events import Chunk, FirstToken, Outcome, TransferStarted
+from kvtransfer.events import Chunk, FirstToken, TransferOutcome, TransferStarted
 
 
 class TransferState(StrEnum):
@@ -19,7 +19,7 @@ class TransferState(StrEnum):
     ENDING = "ending"
 
 
-class PeerState(StrEnum):
+class SenderPeerState(StrEnum):
     """Where control stream and link to a peer stand."""
 
     ABSENT = "absent"
@@ -29,7 +29,7 @@ class PeerState(StrEnum):
 
 
 @dataclass(slots=True)
-class Transfer:
+class SenderTransfer:
     """One live transfer. `queue` holds chunks that are computed and not announced."""
 
     started: TransferStarted
@@ -39,7 +39,7 @@ class Transfer:
     tokens: tuple[FirstToken, ...] = ()
     is_known_to_peer: bool = False
     num_unpacked: int = 0  # emitted SendChunks that still read the blocks
-    outcome: Outcome | None = None  # set in ENDING
+    outcome: TransferOutcome | None = None  # set in ENDING
     reason: str = ""
 
     @property
@@ -57,11 +57,11 @@ class Outstanding:
 
 
 @dataclass(slots=True)
-class Peer:
+class SenderPeer:
     """One peer. `rotation` names the transfers with queued chunks, next to send first."""
 
     last_progress_s: float
-    state: PeerState = PeerState.CONNECTING
+    state: SenderPeerState = SenderPeerState.CONNECTING
     transfer_ids: dict[TransferId, None] = field(default_factory=dict)  # an ordered set
     rotation: deque[TransferId] = field(default_factory=deque)
     num_outstanding: int = 0
@@ -69,4 +69,6 @@ class Peer:
 
     @property
     def owes_progress(self) -> bool:
-        return self.state is PeerState.CONNECTING or (self.state is PeerState.READY and self.num_outstanding > 0)
+        return self.state is SenderPeerState.CONNECTING or (
+            self.state is SenderPeerState.READY and self.num_outstanding > 0
+        )

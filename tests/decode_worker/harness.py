@@ -21,11 +21,11 @@ from kvtransfer.events import (
     ExpectationWithdrawn,
     FinishAnnounced,
     FirstToken,
-    Outcome,
     ReceiverEffect,
     ReceiverEvent,
     TransferExpected,
     TransferFailedLocally,
+    TransferOutcome,
     TransferReceived,
 )
 from tests.core_bench import ROUTER, CoreBench, attempt
@@ -58,7 +58,7 @@ class ScriptedReceiver:
             case FinishAnnounced(_, transfer_id) if self.expected.pop(transfer_id.attempt_id, None):
                 return [TransferReceived(transfer_id, event.tokens, 1000, 4, 0.5, 0.1)]
             case CancelAnnounced(_, transfer_id, reason) if transfer_id.attempt_id in self.expected:
-                return [TransferFailedLocally(transfer_id, Outcome.CANCELLED, reason)]
+                return [TransferFailedLocally(transfer_id, TransferOutcome.CANCELLED, reason)]
             case ChunkWritten(transfer_id) if transfer_id.attempt_id in self.withdrawn:
                 self.withdrawn.remove(transfer_id.attempt_id)
                 return [AttemptReleased(transfer_id.attempt_id)]

@@ -19,7 +19,6 @@ from kvtransfer.events import (
     ChunkSent,
     FirstToken,
     FirstTokensSampled,
-    Outcome,
     PeerLost,
     ReceiverEffect,
     ReceiverEvent,
@@ -29,6 +28,7 @@ from kvtransfer.events import (
     TransferEnded,
     TransferExpected,
     TransferFailedLocally,
+    TransferOutcome,
     TransferReceived,
     TransferStarted,
 )
@@ -226,7 +226,7 @@ class Pair:
     async def wait_for(self, predicate: Callable[[], bool]) -> None:
         await self.changed.wait_for(predicate)
 
-    async def until_ended(self, transfer_id: TransferId) -> Outcome:
+    async def until_ended(self, transfer_id: TransferId) -> TransferOutcome:
         await self.wait_for(lambda: transfer_id in self.prefill.ended)
         return self.prefill.ended[transfer_id].outcome
 
@@ -288,7 +288,7 @@ async def check_works(cluster: Pair, name: str = "canary") -> None:
     """A fresh request goes through byte for byte on the same pair."""
     fill(cluster.decode.kv, -1.0)
     transfer_id = await ship(cluster, name, seed=99)
-    assert await cluster.until_ended(transfer_id) is Outcome.DONE
+    assert await cluster.until_ended(transfer_id) is TransferOutcome.DONE
     assert torch.equal(rows_of(cluster.decode.kv, TARGET_TABLE, NUM_TOKENS), request_rows(99, NUM_TOKENS))
 
 

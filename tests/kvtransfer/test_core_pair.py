@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from kvtransfer.events import Outcome
+from kvtransfer.events import TransferOutcome
 from tests.kvtransfer.fake_wire import Wire
 
 NUM_SEEDS = 2400
@@ -26,7 +26,7 @@ def check_end(wire: Wire) -> None:
     assert wire.closed == Counter(dict.fromkeys(wire.expected, 1))
     assert set(wire.failed.values()) <= {1}
     for transfer_id, outcome in wire.outcomes.items():
-        if outcome == Outcome.DONE:
+        if outcome == TransferOutcome.DONE:
             assert wire.received[transfer_id.attempt_id] == transfer_id
     assert wire.receiver.num_attempts == 0
     assert all(sender.core.num_transfers == 0 for sender in wire.senders)
@@ -52,7 +52,7 @@ def test_without_faults_one_try_of_every_attempt_is_done() -> None:
         wire.settle()
         check_end(wire)
         outcomes.update(wire.outcomes.values())
-    assert outcomes == {Outcome.DONE: 50 * 4, Outcome.CANCELLED: 50 * 8}
+    assert outcomes == {TransferOutcome.DONE: 50 * 4, TransferOutcome.CANCELLED: 50 * 8}
 
 
 def test_a_seed_replays_to_the_same_event_log() -> None:
@@ -63,4 +63,4 @@ def test_the_seeds_reach_every_kind_of_end() -> None:
     outcomes: Counter[str] = Counter()
     for seed in range(100):
         outcomes.update(run(seed).outcomes.values())
-    assert set(outcomes) == set(Outcome)
+    assert set(outcomes) == set(TransferOutcome)

@@ -20,7 +20,6 @@ from kvtransfer.events import (
     ExpectationWithdrawn,
     FinishAnnounced,
     FirstToken,
-    Outcome,
     PeerLost,
     PeerReady,
     PostReceive,
@@ -30,12 +29,19 @@ from kvtransfer.events import (
     SendCancel,
     TransferExpected,
     TransferFailedLocally,
+    TransferOutcome,
     TransferReceived,
     WriteChunk,
 )
 from kvtransfer.receiver.core import ATTEMPT_ROWS, PEER_ROWS, TRANSFER_ROWS, ReceiverCore
 from kvtransfer.receiver.coverage import Coverage
-from kvtransfer.receiver.state import MAX_TIMED_CHUNKS, AttemptState, PeerState, Standing, Transfer
+from kvtransfer.receiver.state import (
+    MAX_TIMED_CHUNKS,
+    ExpectationState,
+    ReceiverPeerState,
+    ReceiverTransfer,
+    TransferStatus,
+)
 from tests.caches import row_spec
 from tests.kvtransfer.cluster import new_transfer_id
 
@@ -83,7 +89,7 @@ def finish(num_chunks: int = 2, transfer_id: TransferId = T, peer: WorkerRef = P
 
 
 def failed(reason: str, transfer_id: TransferId = T) -> list[ReceiverEffect]:
-    return [SendCancel(P, transfer_id, reason), TransferFailedLocally(transfer_id, Outcome.CANCELLED, reason)]
+    return [SendCancel(P, transfer_id, reason), TransferFailedLocally(transfer_id, TransferOutcome.CANCELLED, reason)]
 
 
 class Driver:
@@ -134,7 +140,7 @@ def test_a_finish_ahead_of_the_chunks_waits_for_them() -> None:
 
 
 def test_only_the_last_chunks_of_a_long_transfer_are_timed() -> None:
-    transfer = Transfer(T, P, Coverage(PLANNER, 0, 1))
+    transfer = ReceiverTransfer(T, P, Coverage(PLANNER, 0, 1))
     for seq in range(MAX_TIMED_CHUNKS + 10):
         transfer.note_written(Chunk(seq, 0, 1, seq, seq + 2, 8), float(seq))
     timings = transfer.chunk_timings(MAX_TIMED_CHUNKS + 9.0)
@@ -143,15 +149,15 @@ def test_only_the_last_chunks_of_a_long_transfer_are_timed() -> None:
     assert timings[-1].before_end_s == 0.0
 
 
-@pytest.mark.parametrize("state", AttemptState)
+@pytest.mark.parametrize("state", ExpectationState)
 @pytest.mark.parametrize(
     "event", [EXPECT, ExpectationWithdrawn(ATTEMPT, "x"), ChunkWritten(T, 0)], ids=lambda event: type(event).__name__
 )
-def test_each_attempt_row_is_legal_and_everything_else_raises(event: ReceiverEvent, state: AttemptState) -> None:
+def test_each_attempt_row_is_legal_and_everything_else_raises(event: ReceiverEvent, state: ExpectationState) -> None:
     driver = Driver()
-    if state is not AttemptState.ABSENT:
+    if state is not ExpectationState.ABSENT:
         driver.do(EXPECT, announce(0), received(0))
-    if state is AttemptState.WITHDRAWN:
+    if state is ExpectationState.WITHDRAWN:
         driver.do(ExpectationWithdrawn(ATTEMPT, "x"))
     if (type(event), state) in ATTEMPT_ROWS:
         driver.do(event)
@@ -160,13 +166,13 @@ def test_each_attempt_row_is_legal_and_everything_else_raises(event: ReceiverEve
             driver.do(event)
 
 
-@pytest.mark.parametrize("state", PeerState)
+@pytest.mark.parametrize("state", ReceiverPeerState)
 @pytest.mark.parametrize("event", [PeerReady(OTHER), PeerLost(OTHER, "gone")], ids=lambda event: type(event).__name__)
-def test_each_peer_row_is_legal_and_everything_else_raises(event: ReceiverEvent, state: PeerState) -> None:
+def test_each_peer_row_is_legal_and_everything_else_raises(event: ReceiverEvent, state: ReceiverPeerState) -> None:
     driver = Driver()
-    if state is not PeerState.ABSENT:
+    if state is not ReceiverPeerState.ABSENT:
         driver.do(PeerReady(OTHER))
-    if state is PeerState.DROPPING:
+    if state is ReceiverPeerState.DROPPING:
         driver.do(ChunkAnnounced(OTHER, T, replace(chunk(0), num_bytes=1)))
     if (type(event), state) in PEER_ROWS:
         driver.do(event)
@@ -175,9 +181,9 @@ def test_each_peer_row_is_legal_and_everything_else_raises(event: ReceiverEvent,
             driver.do(event)
 
 
-def test_every_standing_has_a_row_for_everything_a_peer_can_say() -> None:
+def test_every_status_has_a_row_for_everything_a_peer_can_say() -> None:
     said = (ChunkAnnounced, ChunkReceived, FinishAnnounced, CancelAnnounced)
-    assert set(TRANSFER_ROWS) == {(event, standing) for event in said for standing in Standing}
+    assert set(TRANSFER_ROWS) == {(event, status) for event in said for status in TransferStatus}
 
 
 def test_what_nobody_expects_is_drained_and_refused_once() -> None:
@@ -254,13 +260,15 @@ def test_a_withdrawal_without_writes_is_released_at_once() -> None:
 
 def test_a_cancel_by_the_sender_fails_the_transfer_and_is_not_answered() -> None:
     driver = Driver(EXPECT, announce(0))
-    assert driver.do(CancelAnnounced(P, T, "deadline")) == [TransferFailedLocally(T, Outcome.CANCELLED, "deadline")]
+    assert driver.do(CancelAnnounced(P, T, "deadline")) == [
+        TransferFailedLocally(T, TransferOutcome.CANCELLED, "deadline")
+    ]
     assert driver.do(received(0), announce(1)) == [DiscardChunk(P, T, 0), post(1)]
 
 
 def test_a_lost_link_fails_its_transfers_and_keeps_writing_what_came() -> None:
     driver = Driver(PeerReady(OTHER), EXPECT, announce(0), received(0))
-    assert driver.do(PeerLost(P, "killed")) == [TransferFailedLocally(T, Outcome.LINK_LOST, "killed")]
+    assert driver.do(PeerLost(P, "killed")) == [TransferFailedLocally(T, TransferOutcome.LINK_LOST, "killed")]
     assert driver.do(announce(1), finish()) == []
     assert driver.do(announce(0, NEWER, OTHER)) == [post(0, NEWER, OTHER)]
     assert driver.do(ExpectationWithdrawn(ATTEMPT, "x")) == [SendCancel(OTHER, NEWER, "x")]
@@ -346,7 +354,7 @@ def test_a_stalled_peer_is_dropped_and_its_silence_counted_from_the_last_chunk()
     assert driver.at(12.0) == [DropPeer(P, "nothing received for 5.0 s")]
     assert driver.core.next_deadline_s() is None
     assert driver.do(received(1), ChunkWritten(T, 0)) == [write(1)]
-    assert driver.do(PeerLost(P, "dropped")) == [TransferFailedLocally(T, Outcome.LINK_LOST, "dropped")]
+    assert driver.do(PeerLost(P, "dropped")) == [TransferFailedLocally(T, TransferOutcome.LINK_LOST, "dropped")]
 
 
 def test_a_silent_peer_that_owes_nothing_is_not_dropped() -> None:

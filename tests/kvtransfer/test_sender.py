@@ -18,7 +18,6 @@ from kvtransfer.events import (
     DropPeer,
     FirstToken,
     FirstTokensSampled,
-    Outcome,
     PeerLost,
     PeerReady,
     SendCancel,
@@ -29,10 +28,11 @@ from kvtransfer.events import (
     TokensComputed,
     TransferCancelRequested,
     TransferEnded,
+    TransferOutcome,
     TransferStarted,
 )
 from kvtransfer.sender.core import PEER_ROWS, TRANSFER_ROWS, SenderCore
-from kvtransfer.sender.state import PeerState, TransferState
+from kvtransfer.sender.state import SenderPeerState, TransferState
 from tests.caches import row_spec
 from tests.kvtransfer.cluster import new_transfer_id
 
@@ -92,13 +92,13 @@ def in_transfer_state(state: TransferState) -> Driver:
     return driver
 
 
-def in_peer_state(state: PeerState) -> Driver:
+def in_peer_state(state: SenderPeerState) -> Driver:
     driver = Driver()
-    if state is not PeerState.ABSENT:
+    if state is not SenderPeerState.ABSENT:
         driver.do(start())
-    if state in (PeerState.READY, PeerState.DROPPING):
+    if state in (SenderPeerState.READY, SenderPeerState.DROPPING):
         driver.do(PeerReady(D), TokensComputed(T, 1, 10), ChunkPacked(T, 0))
-    if state is PeerState.DROPPING:
+    if state is SenderPeerState.DROPPING:
         assert driver.at(5.0) == [DropPeer(D, "no progress for 5.0 s")]
     return driver
 
@@ -125,9 +125,9 @@ def test_each_transfer_row_is_legal_and_everything_else_raises(event: SenderEven
             driver.do(event)
 
 
-@pytest.mark.parametrize("state", PeerState)
+@pytest.mark.parametrize("state", SenderPeerState)
 @pytest.mark.parametrize("event", [PeerReady(D), PeerLost(D, "gone")], ids=lambda event: type(event).__name__)
-def test_each_peer_row_is_legal_and_everything_else_raises(event: SenderEvent, state: PeerState) -> None:
+def test_each_peer_row_is_legal_and_everything_else_raises(event: SenderEvent, state: SenderPeerState) -> None:
     driver = in_peer_state(state)
     if (type(event), state) in PEER_ROWS:
         driver.do(event)
@@ -139,7 +139,7 @@ def test_each_peer_row_is_legal_and_everything_else_raises(event: SenderEvent, s
 def test_the_tables_name_every_state_and_event() -> None:
     assert {event for event, _ in TRANSFER_ROWS} == {type(event) for event in TRANSFER_EVENTS}
     assert {state for _, state in TRANSFER_ROWS} == set(TransferState)
-    assert {state for _, state in PEER_ROWS} == set(PeerState)
+    assert {state for _, state in PEER_ROWS} == set(SenderPeerState)
 
 
 def test_an_illegal_event_tells_the_transfers_story() -> None:
@@ -157,7 +157,7 @@ def test_chunks_wait_for_the_peer_then_go_in_order_and_the_acknowledgement_ends_
     assert driver.do(PeerReady(D)) == [SendFinished(D, T, 2, FIRST), send(0), send(1)]
     packed_and_sent = [ChunkPacked(T, 0), ChunkSent(T, 0), ChunkPacked(T, 1), ChunkSent(T, 1)]
     assert driver.do(*packed_and_sent) == []
-    assert driver.do(AcknowledgedByPeer(T)) == [TransferEnded(T, Outcome.DONE)]
+    assert driver.do(AcknowledgedByPeer(T)) == [TransferEnded(T, TransferOutcome.DONE)]
     assert driver.core.num_transfers == 0
 
 
@@ -179,27 +179,27 @@ def test_an_acknowledgement_before_the_pack_is_reported_waits_for_it() -> None:
     driver = in_transfer_state(TransferState.AWAITING)
     driver.do(ChunkPacked(T, 0))
     assert driver.do(AcknowledgedByPeer(T)) == []
-    assert driver.do(ChunkPacked(T, 1)) == [TransferEnded(T, Outcome.DONE)]
+    assert driver.do(ChunkPacked(T, 1)) == [TransferEnded(T, TransferOutcome.DONE)]
 
 
 def test_cancel_acts_between_chunks_and_ends_after_the_last_pack() -> None:
     driver = in_transfer_state(TransferState.FLUSHING)
     assert driver.do(TransferCancelRequested(T, "client left")) == [SendCancel(D, T, "client left")]
-    assert driver.do(ChunkPacked(T, 0)) == [TransferEnded(T, Outcome.CANCELLED, "client left")]
+    assert driver.do(ChunkPacked(T, 0)) == [TransferEnded(T, TransferOutcome.CANCELLED, "client left")]
     assert driver.do(ChunkSent(T, 0)) == []
 
 
 def test_a_transfer_that_the_peer_never_heard_of_is_cancelled_silently() -> None:
     driver = Driver()
     driver.do(start())
-    expected = [TransferEnded(T, Outcome.CANCELLED, "client left")]
+    expected = [TransferEnded(T, TransferOutcome.CANCELLED, "client left")]
     assert driver.do(TransferCancelRequested(T, "client left")) == expected
 
 
 def test_a_cancel_by_the_peer_stops_the_queue_and_is_not_answered() -> None:
     driver = in_transfer_state(TransferState.FLUSHING)
     driver.do(ChunkPacked(T, 0))
-    assert driver.do(CancelledByPeer(T, "withdrawn")) == [TransferEnded(T, Outcome.CANCELLED, "withdrawn")]
+    assert driver.do(CancelledByPeer(T, "withdrawn")) == [TransferEnded(T, TransferOutcome.CANCELLED, "withdrawn")]
     assert driver.do(ChunkSent(T, 0)) == []
 
 
@@ -208,7 +208,7 @@ def test_the_deadline_cancels() -> None:
     driver.do(start(deadline_s=3.0), PeerReady(D), TokensComputed(T, 1, 10), ChunkPacked(T, 0), ChunkSent(T, 0))
     assert driver.core.next_deadline_s() == 3.0
     assert driver.at(2.9) == []
-    ended = TransferEnded(T, Outcome.CANCELLED, "deadline exceeded")
+    ended = TransferEnded(T, TransferOutcome.CANCELLED, "deadline exceeded")
     assert driver.at(3.0) == [SendCancel(D, T, "deadline exceeded"), ended]
     assert driver.core.next_deadline_s() is None
 
@@ -216,14 +216,14 @@ def test_the_deadline_cancels() -> None:
 def test_a_lost_link_ends_all_its_transfers_and_no_other() -> None:
     driver = Driver()
     driver.do(start(T, D), start(U, OTHER), PeerReady(D), PeerReady(OTHER), TokensComputed(T, 1, 10))
-    assert driver.do(PeerLost(D, "killed")) == [TransferEnded(T, Outcome.LINK_LOST, "killed")]
+    assert driver.do(PeerLost(D, "killed")) == [TransferEnded(T, TransferOutcome.LINK_LOST, "killed")]
     assert driver.do(*computed(U)) == [send(0, U, OTHER), send(1, U, OTHER), SendFinished(OTHER, U, 2, FIRST)]
     assert driver.do(PeerLost(D, "again")) == []
 
 
 def test_a_decided_outcome_survives_the_loss_of_the_link() -> None:
     driver = in_transfer_state(TransferState.ENDING)
-    assert driver.do(PeerLost(D, "killed")) == [TransferEnded(T, Outcome.CANCELLED, "x")]
+    assert driver.do(PeerLost(D, "killed")) == [TransferEnded(T, TransferOutcome.CANCELLED, "x")]
 
 
 def test_a_lost_peer_is_connected_again_by_the_next_transfer() -> None:
@@ -271,7 +271,7 @@ def test_a_peer_that_takes_nothing_is_dropped_and_its_silence_counted_from_the_l
     assert driver.core.next_deadline_s() == 11.0
     assert driver.at(11.0) == [DropPeer(D, "no progress for 5.0 s")]
     assert driver.at(12.0) == []
-    assert driver.do(PeerLost(D, "dropped")) == [TransferEnded(T, Outcome.LINK_LOST, "dropped")]
+    assert driver.do(PeerLost(D, "dropped")) == [TransferEnded(T, TransferOutcome.LINK_LOST, "dropped")]
 
 
 def test_an_idle_peer_is_not_dropped() -> None:
@@ -287,9 +287,9 @@ def test_a_peer_that_does_not_come_up_is_dropped() -> None:
 
 
 def test_nothing_is_sent_to_a_peer_that_is_being_dropped() -> None:
-    driver = in_peer_state(PeerState.DROPPING)
+    driver = in_peer_state(SenderPeerState.DROPPING)
     assert driver.do(start(U), *computed(T), *computed(U)) == []
-    ended = [TransferEnded(t, Outcome.LINK_LOST, "gone") for t in (T, U)]
+    ended = [TransferEnded(t, TransferOutcome.LINK_LOST, "gone") for t in (T, U)]
     assert driver.do(PeerLost(D, "gone")) == ended
 
 

@@ -7,7 +7,7 @@ from common.values.ids import TransferId
 from kvtransfer.chunk.codec import HEADER_BYTES, ChunkCodec
 from kvtransfer.events import (
     Chunk,
-    Outcome,
+    TransferOutcome,
 )
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.protocol import Done
@@ -57,7 +57,7 @@ async def test_a_flipped_bit_is_refused_and_the_pair_goes_on(
     async with pair() as cluster:
         fill(cluster.decode.kv, -1.0)
         transfer_id = await ship(cluster, "flipped")
-        assert await cluster.until_ended(transfer_id) is Outcome.CANCELLED
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.CANCELLED
         (chunk,) = planted
         received = rows_of(cluster.decode.kv, TARGET_TABLE, NUM_TOKENS)
         assert bool(
@@ -87,7 +87,7 @@ async def test_a_message_of_another_length_is_refused_and_the_process_lives(
     async with pair() as cluster:
         # A seed of its own: memory that held the same request before would complete a short message rightly.
         transfer_id = await ship(cluster, "odd", seed=10_000 + difference)
-        assert await cluster.until_ended(transfer_id) is Outcome.CANCELLED
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.CANCELLED
         assert planted == [difference]
         await check_works(cluster)
         assert not cluster.prefill.lost
@@ -111,7 +111,7 @@ class Tap:
         monkeypatch.setattr(ProcessGroupLink, "send", send)
 
 
-async def ship_same(cluster: Pair) -> Outcome:
+async def ship_same(cluster: Pair) -> TransferOutcome:
     """One request of one name, tokens and try: all of it is announced alike each time, in one message."""
     rows = request_rows(1, NUM_TOKENS)
     cluster.decode.expect(SAME, TARGET_TABLE, NUM_TOKENS)
@@ -129,10 +129,10 @@ async def test_a_message_of_the_same_chunk_sent_again_is_refused(monkeypatch: py
     """Header and data are what is announced; only the place on the link is another."""
     tap = Tap(monkeypatch)
     async with pair(min_chunk_bytes=1 << 20, max_inflight_bytes=1 << 20) as cluster:
-        assert await ship_same(cluster) is Outcome.DONE
+        assert await ship_same(cluster) is TransferOutcome.DONE
         (first,) = tap.messages
         tap.replace_with = first
-        assert await ship_same(cluster) is Outcome.CANCELLED
+        assert await ship_same(cluster) is TransferOutcome.CANCELLED
         assert "not what the peer encrypted" in cluster.prefill.ended[SAME].reason
         assert not cluster.prefill.lost
         await check_works(cluster)
@@ -142,11 +142,11 @@ async def test_a_message_of_an_earlier_session_at_the_same_place_is_refused(monk
     """The first message of one link, as the first of the next: each session has a key of its own."""
     tap = Tap(monkeypatch)
     async with pair(min_chunk_bytes=1 << 20, max_inflight_bytes=1 << 20) as cluster:
-        assert await ship_same(cluster) is Outcome.DONE
+        assert await ship_same(cluster) is TransferOutcome.DONE
         (first,) = tap.messages
         await drop(cluster)
         tap.replace_with = first
-        assert await ship_same(cluster) is Outcome.CANCELLED
+        assert await ship_same(cluster) is TransferOutcome.CANCELLED
         assert "not what the peer encrypted" in cluster.prefill.ended[SAME].reason
         await check_works(cluster)
 
@@ -157,7 +157,7 @@ async def test_the_link_carries_plain_kv_only_where_the_seal_is_turned_off(
 ) -> None:
     tap = Tap(monkeypatch)
     async with pair(min_chunk_bytes=1 << 20, max_inflight_bytes=1 << 20, digest=digest) as cluster:
-        assert await ship_same(cluster) is Outcome.DONE
+        assert await ship_same(cluster) is TransferOutcome.DONE
         (message,) = tap.messages
     rows = request_rows(1, NUM_TOKENS).numpy().tobytes()
     assert (rows[:64] in message.numpy().tobytes()) is not digest
@@ -177,7 +177,7 @@ async def test_payloads_in_another_order_than_announced_are_refused(monkeypatch:
     monkeypatch.setattr(ProcessGroupLink, "send", send)
     async with pair() as cluster:
         transfer_id = await ship(cluster, "swapped")
-        assert await cluster.until_ended(transfer_id) is not Outcome.DONE
+        assert await cluster.until_ended(transfer_id) is not TransferOutcome.DONE
         assert transfer_id not in cluster.decode.received
 
 
@@ -194,7 +194,7 @@ async def test_a_pack_that_fails_drops_the_peer_and_the_pair_is_rebuilt(monkeypa
     monkeypatch.setattr(ChunkCodec, "pack", pack)
     async with pair() as cluster:
         transfer_id = await ship(cluster, "bad")
-        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.LINK_LOST
         assert "out of memory" in cluster.prefill.ended[transfer_id].reason
         # The end may overtake the announcement, so that the other side never hears of the transfer.
         await cluster.wait_for(lambda: bool(cluster.decode.lost))

@@ -16,9 +16,9 @@ from common.wire.pb import handoff_pb2_grpc
 from kvtransfer import wire
 from kvtransfer.events import (
     ExpectationWithdrawn,
-    Outcome,
     PeerReady,
     TransferCancelRequested,
+    TransferOutcome,
 )
 from tests.caches import blocks_hold, fill, fill_block, snapshot
 from tests.kvtransfer.cluster import (
@@ -47,7 +47,7 @@ from tests.waiting import until
 async def test_a_request_ships_layer_by_layer_into_blocks_of_another_size(step: int) -> None:
     async with pair() as cluster:
         transfer_id = await ship(cluster, "r1", step=step)
-        assert await cluster.until_ended(transfer_id) is Outcome.DONE
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.DONE
         received = cluster.decode.received[transfer_id]
         assert received.tokens == FIRST
         assert 0 <= received.exposed_s <= received.transfer_s
@@ -62,7 +62,7 @@ async def test_a_cached_prefix_is_neither_sent_nor_touched(block_sizes: tuple[in
         fill(cluster.decode.kv, -1.0)
         num_tokens = 60
         transfer_id = await ship(cluster, "r1", first_token=32, num_tokens=num_tokens)
-        assert await cluster.until_ended(transfer_id) is Outcome.DONE
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.DONE
         received = rows_of(cluster.decode.kv, TARGET_TABLE, num_tokens)
         assert torch.equal(received[:, :, 32:], request_rows(1, num_tokens)[:, :, 32:])
         assert bool((received[:, :, :32] == -1.0).all())
@@ -82,7 +82,7 @@ async def test_several_requests_share_one_link() -> None:
         )
         await asyncio.gather(*computations)
         for index, transfer_id in enumerate(transfer_ids):
-            assert await cluster.until_ended(transfer_id) is Outcome.DONE
+            assert await cluster.until_ended(transfer_id) is TransferOutcome.DONE
             assert torch.equal(rows_of(cluster.decode.kv, (2 * index, 2 * index + 1), 64), request_rows(index, 64))
         assert sum(isinstance(event, PeerReady) for event in cluster.decode.events) == 1
 
@@ -106,7 +106,7 @@ async def test_a_cancel_in_mid_transfer_frees_both_sides_and_the_pair_goes_on() 
         )
         await cluster.wait_for(lambda: any(isinstance(event, PeerReady) for event in cluster.decode.events))
         cluster.prefill.loop.post(TransferCancelRequested(transfer_id, "client left"))
-        assert await cluster.until_ended(transfer_id) is Outcome.CANCELLED
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.CANCELLED
         computing.cancel()
         cluster.decode.loop.post(ExpectationWithdrawn(transfer_id.attempt_id, "client left"))
         await cluster.wait_for(lambda: transfer_id.attempt_id in cluster.decode.released)
@@ -157,7 +157,7 @@ async def test_a_request_that_nobody_expects_is_drained_and_cancelled() -> None:
         transfer_id = new_transfer_id("unknown")
         cluster.prefill.start(transfer_id, cluster.address, SOURCE_TABLE, NUM_TOKENS)
         await cluster.prefill.compute(transfer_id, SOURCE_TABLE, request_rows(1, NUM_TOKENS), 24)
-        assert await cluster.until_ended(transfer_id) is Outcome.CANCELLED
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.CANCELLED
         assert not snapshot(cluster.decode.kv).any()
         await check_works(cluster)
 
@@ -172,7 +172,7 @@ async def test_a_worker_that_differs_in_one_field_is_refused_with_both_values(na
     theirs = Fingerprint(tuple(sorted({**dict(FINGERPRINT.fields), name: "other"}.items())))
     async with pair(prefill_pairing=theirs) as cluster:
         transfer_id = await ship(cluster, "r1")
-        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.LINK_LOST
         reason = cluster.prefill.ended[transfer_id].reason
         assert reason.startswith(f"FAILED_PRECONDITION: {name}: ")
         assert "'other'" in reason
@@ -184,7 +184,7 @@ async def test_a_worker_that_differs_in_one_field_is_refused_with_both_values(na
 async def test_a_worker_that_seals_otherwise_is_refused_with_both_values(digest: bool) -> None:
     async with pair(digest=digest, prefill_digest=not digest) as cluster:
         transfer_id = await ship(cluster, "r1")
-        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.LINK_LOST
         here, there = ("none", "aes-gcm") if digest else ("aes-gcm", "none")
         expected = f"encryption: '{here}' here, '{there}' there (setting `digest`)"
         assert cluster.prefill.ended[transfer_id].reason == expected
@@ -196,7 +196,7 @@ async def test_another_incarnation_at_the_address_is_not_trusted() -> None:
         stale = WorkerRef(DECODE.worker_id, "before")
         transfer_id = new_transfer_id("r1")
         cluster.prefill.start(transfer_id, cluster.address, SOURCE_TABLE, NUM_TOKENS, peer=stale)
-        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.LINK_LOST
         assert "expected decode-0#before, decode-0#bb answers" in cluster.prefill.ended[transfer_id].reason
 
 
@@ -204,7 +204,7 @@ async def test_an_absent_decode_worker_ends_the_transfer() -> None:
     async with pair() as cluster:
         transfer_id = new_transfer_id("r1")
         cluster.prefill.start(transfer_id, "127.0.0.1:1", SOURCE_TABLE, NUM_TOKENS)
-        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.LINK_LOST
         assert cluster.prefill.ended[transfer_id].reason.startswith("UNAVAILABLE")
 
 
@@ -242,7 +242,7 @@ async def test_a_sender_that_has_ended_connects_to_nobody() -> None:
         await cluster.prefill.sessions.close()
         transfer_id = new_transfer_id("late")
         cluster.prefill.start(transfer_id, cluster.address, SOURCE_TABLE, NUM_TOKENS)
-        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.LINK_LOST
         assert cluster.prefill.ended[transfer_id].reason == "this worker stops"
         assert cluster.prefill.sessions.is_quiet
         assert cluster.decode.events == []
@@ -252,7 +252,7 @@ async def test_a_receiver_that_has_ended_takes_nobody_in() -> None:
     async with pair() as cluster:
         await cluster.decode.sessions.close()
         transfer_id = await ship(cluster, "late")
-        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.LINK_LOST
         assert cluster.prefill.ended[transfer_id].reason == "UNAVAILABLE: this worker stops"
         assert not any(isinstance(event, PeerReady) for event in cluster.decode.events)
         assert cluster.decode.sessions.is_quiet
@@ -300,14 +300,14 @@ async def test_a_link_lost_in_mid_transfer_ends_it_on_both_sides_and_the_next_tr
         )
         await cluster.wait_for(lambda: sum(hasattr(event, "error") for event in cluster.decode.events) >= 2)
         await drop(cluster)
-        assert await cluster.until_ended(transfer_id) is Outcome.LINK_LOST
+        assert await cluster.until_ended(transfer_id) is TransferOutcome.LINK_LOST
         computing.cancel()
         await cluster.wait_for(lambda: transfer_id in cluster.decode.failed)
-        assert cluster.decode.failed[transfer_id].outcome is Outcome.LINK_LOST
+        assert cluster.decode.failed[transfer_id].outcome is TransferOutcome.LINK_LOST
         second = TransferId(transfer_id.attempt_id, 1)
         cluster.prefill.start(second, cluster.address, SOURCE_TABLE, NUM_TOKENS)
         await cluster.prefill.compute(second, SOURCE_TABLE, request_rows(1, NUM_TOKENS), 24)
-        assert await cluster.until_ended(second) is Outcome.DONE
+        assert await cluster.until_ended(second) is TransferOutcome.DONE
         assert torch.equal(rows_of(cluster.decode.kv, TARGET_TABLE, NUM_TOKENS), request_rows(1, NUM_TOKENS))
 
 
@@ -330,5 +330,5 @@ async def test_a_dead_or_frozen_decode_worker_ends_its_transfers_and_holds_up_no
         child.process.send_signal(number)
         cluster.prefill.report(doomed, SOURCE_TABLE, rows, token_end=NUM_TOKENS)
         await check_works(cluster, "meanwhile")
-        assert await cluster.until_ended(doomed) is Outcome.LINK_LOST
+        assert await cluster.until_ended(doomed) is TransferOutcome.LINK_LOST
         await check_works(cluster, "afterwards")

@@ -16,12 +16,12 @@ from kvtransfer.events import (
     AcknowledgedByPeer,
     CancelledByPeer,
     FirstTokensSampled,
-    Outcome,
     PeerLost,
     SenderEffect,
     SenderEvent,
     TransferCancelRequested,
     TransferEnded,
+    TransferOutcome,
     TransferStarted,
 )
 from prefill_worker.core import PrefillCore
@@ -47,26 +47,26 @@ class ScriptedSender:
             case TransferStarted(transfer_id):
                 assert transfer_id not in self.active
                 self.active[transfer_id] = event
-                return self.end(transfer_id, Outcome.LINK_LOST) if self.ends_at_start else []
+                return self.end(transfer_id, TransferOutcome.LINK_LOST) if self.ends_at_start else []
             case TransferCancelRequested(transfer_id):
-                return [] if self.is_packing else self.end(transfer_id, Outcome.CANCELLED)
+                return [] if self.is_packing else self.end(transfer_id, TransferOutcome.CANCELLED)
             case AcknowledgedByPeer(transfer_id):
-                return self.end(transfer_id, Outcome.DONE)
+                return self.end(transfer_id, TransferOutcome.DONE)
             case CancelledByPeer(transfer_id):
-                return self.end(transfer_id, Outcome.CANCELLED)
+                return self.end(transfer_id, TransferOutcome.CANCELLED)
             case PeerLost(peer):
                 lost = [transfer_id for transfer_id, started in self.active.items() if started.peer == peer]
-                return [effect for transfer_id in lost for effect in self.end(transfer_id, Outcome.LINK_LOST)]
+                return [effect for transfer_id in lost for effect in self.end(transfer_id, TransferOutcome.LINK_LOST)]
         return []
 
-    def end(self, transfer_id: TransferId, outcome: Outcome) -> list[SenderEffect]:
+    def end(self, transfer_id: TransferId, outcome: TransferOutcome) -> list[SenderEffect]:
         if self.active.pop(transfer_id, None) is None:
             return []
         return [TransferEnded(transfer_id, outcome, "scripted")]
 
     def handle_deadline(self, now_s: float) -> Sequence[SenderEffect]:
         expired = [transfer_id for transfer_id, event in self.active.items() if event.deadline_s <= now_s]
-        return [effect for transfer_id in expired for effect in self.end(transfer_id, Outcome.CANCELLED)]
+        return [effect for transfer_id in expired for effect in self.end(transfer_id, TransferOutcome.CANCELLED)]
 
     def next_deadline_s(self) -> float | None:
         return min((event.deadline_s for event in self.active.values()), default=None)

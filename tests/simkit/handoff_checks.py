@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kvtransfer.events import Outcome
+from kvtransfer.events import TransferOutcome
 
 if TYPE_CHECKING:
     from tests.simkit.handoff_world import HandoffWorld
@@ -38,7 +38,7 @@ def check_quiet(world: "HandoffWorld") -> None:
     assert not world.net.writing
     for attempt_id, grant in world.grants.items():
         outcomes = [entry.outcome for entry in world.tries if entry.transfer_id.attempt_id == attempt_id]
-        if Outcome.DONE in outcomes and not world.faults.has_peer_lied:
+        if TransferOutcome.DONE in outcomes and not world.faults.has_peer_lied:
             assert grant.end in ("received", "crashed"), f"{attempt_id}: acknowledged and not received"
         if grant.end is None:
             assert len(outcomes) == world.num_tries, f"{attempt_id} waits for nobody"

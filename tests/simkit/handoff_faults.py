@@ -8,9 +8,9 @@ from kvtransfer.events import (
     AcknowledgedByPeer,
     ChunkAnnounced,
     ExpectationWithdrawn,
-    Outcome,
     PeerLost,
     TransferCancelRequested,
+    TransferOutcome,
 )
 from tests.simkit.handoff_parts import new_receiver, new_sender, next_life, ref_of
 
@@ -71,7 +71,7 @@ class HandoffFaults:
         del world.senders[name]
         for entry in world.tries:
             if entry.pair.sender == name and entry.outcome is None:
-                entry.outcome = Outcome.LINK_LOST
+                entry.outcome = TransferOutcome.LINK_LOST
         world.senders[next_life(name)] = new_sender()
         world.net.kill(name, next_life(name))
 

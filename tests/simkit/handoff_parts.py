@@ -11,7 +11,6 @@ from kvtransfer.events import (
     CancelledByPeer,
     ChunkAnnounced,
     FinishAnnounced,
-    Outcome,
     PostReceive,
     ReceiverEvent,
     SendAcknowledged,
@@ -19,6 +18,7 @@ from kvtransfer.events import (
     SendChunk,
     SenderEvent,
     SendFinished,
+    TransferOutcome,
 )
 from kvtransfer.receiver.core import ReceiverCore
 from kvtransfer.sender.core import SenderCore
@@ -82,7 +82,7 @@ class Try:
     transfer_id: TransferId
     pair: Pair
     num_computed: int = 0
-    outcome: Outcome | None = None
+    outcome: TransferOutcome | None = None
 
 
 @dataclass(slots=True)

@@ -17,7 +17,6 @@ from kvtransfer.events import (
     AttemptReleased,
     FirstToken,
     FirstTokensSampled,
-    Outcome,
     ReceiverEffect,
     ReceiverEvent,
     SendChunk,
@@ -27,6 +26,7 @@ from kvtransfer.events import (
     TransferEnded,
     TransferExpected,
     TransferFailedLocally,
+    TransferOutcome,
     TransferReceived,
     TransferStarted,
     WriteChunk,
@@ -107,7 +107,7 @@ class HandoffWorld:
 
     def _can_retry(self, attempt_id: AttemptId) -> bool:
         tries = [entry for entry in self.tries if entry.transfer_id.attempt_id == attempt_id]
-        is_over = tries[-1].outcome not in (None, Outcome.DONE)
+        is_over = tries[-1].outcome not in (None, TransferOutcome.DONE)
         return is_over and len(tries) < self.num_tries and self.grants[attempt_id].end is None
 
     def _can_replay(self, attempt_id: AttemptId) -> bool:

@@ -60,7 +60,7 @@ MUTANTS = (
     ),
     Mutant(
         "a chunk of an older try is accepted",
-        "kvtransfer.receiver.core:ReceiverCore._standing",
+        "kvtransfer.receiver.core:ReceiverCore._status_of",
         "transfer_id.prefill_try > attempt.newest_try and",
         "",
         ("tests/kvtransfer/test_receiver.py",),
@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         "all sessions share a key",
-        "kvtransfer.receiver.peer:ReceiverPeer.__init__",
+        "kvtransfer.receiver.session:ReceiverSession.__init__",
         "secrets.token_bytes(KEY_BYTES)",
         "bytes(KEY_BYTES)",
         ("tests/kvtransfer/test_session_faults.py::test_a_message_of_an_earlier_session_at_the_same_place_is_refused",),
@@ -147,7 +147,7 @@ MUTANTS = (
     ),
     Mutant(
         "another incarnation at the address is trusted",
-        "kvtransfer.sender.peer:SenderPeer._shake_hands",
+        "kvtransfer.sender.session:SenderSession._handshake",
         "if got != self._target.peer:",
         "if False:",
         ("tests/kvtransfer/test_sessions.py::test_another_incarnation_at_the_address_is_not_trusted",),
@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant(
         "a link lost after the first tokens is not told",
         "prefill_worker.core:PrefillCore._on_transfer_ended",
-        "ended.outcome is Outcome.LINK_LOST",
+        "ended.outcome is TransferOutcome.LINK_LOST",
         "False",
         (
             "cluster: a session breaks",

@@ -7,9 +7,9 @@ import pytest
 
 from kvtransfer.events import TransferEnded
 from kvtransfer.receiver.core import ReceiverCore
-from kvtransfer.receiver.state import Attempt
+from kvtransfer.receiver.state import Expectation
 from kvtransfer.sender.core import SenderCore
-from kvtransfer.sender.state import Transfer, TransferState
+from kvtransfer.sender.state import SenderTransfer, TransferState
 from tests.simkit.explorer import Exploration, Violation, explore
 from tests.simkit.handoff_world import HandoffWorld
 from tests.simkit.handoff_worlds import WORLDS
@@ -53,7 +53,7 @@ def test_no_event_comes_that_has_no_row(explored: Explored) -> None:
 def test_the_explorer_finds_blocks_given_back_under_a_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sender that ends a cancelled transfer without waiting for its packs: the shortest story is told."""
 
-    def end_at_once(self: SenderCore, transfer: Transfer) -> None:
+    def end_at_once(self: SenderCore, transfer: SenderTransfer) -> None:
         if transfer.state is TransferState.ENDING:
             self._end(transfer)
 
@@ -67,7 +67,7 @@ def test_the_explorer_finds_blocks_given_back_under_a_write(monkeypatch: pytest.
     """A receiver that releases a withdrawn attempt at once."""
     real = ReceiverCore._release_if_unwritten
 
-    def release_at_once(self: ReceiverCore, attempt: Attempt) -> None:
+    def release_at_once(self: ReceiverCore, attempt: Expectation) -> None:
         attempt.num_writes = 0
         real(self, attempt)
 
@@ -79,7 +79,7 @@ def test_the_explorer_finds_blocks_given_back_under_a_write(monkeypatch: pytest.
 def test_the_explorer_finds_a_transfer_that_ends_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     real = SenderCore._end
 
-    def end_twice(self: SenderCore, transfer: Transfer) -> None:
+    def end_twice(self: SenderCore, transfer: SenderTransfer) -> None:
         assert transfer.outcome is not None
         real(self, transfer)
         self._effects.append(TransferEnded(transfer.transfer_id, transfer.outcome))

@@ -50,8 +50,8 @@ class KVCache:
     def free(self) -> None:
         """Let go of the memory; none may read or write it any more.
 
-        Given back at once, whoever still holds a view: an ended role is a web of callbacks that refers to it, and lies
-        about until the collector finds it. (Elsewhere than under Linux, where NumPy shares it, with the last view.)
+        Given back at once, even when views of it remain: an ended role is a web of callbacks that refers to it until
+        the collector finds it. (Elsewhere than under Linux, where NumPy shares it, with the last view.)
         """
         for plane in (plane for planes in self.planes for plane in planes):
             storage = plane.untyped_storage()

@@ -11,7 +11,7 @@ import torch
 
 
 class Fence(Protocol):
-    """`mark` and `mark_step` are called by the compute thread, the others by whoever copies, with its own stream."""
+    """`mark` and `mark_step` are called by the compute thread, the others by copying threads for their own streams."""
 
     def mark(self, num_layers: int) -> None:
         """The KV of layers [0, num_layers) is launched for every token of the step."""

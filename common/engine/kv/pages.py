@@ -18,7 +18,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def give_back_pages(tensor: torch.Tensor) -> None:
-    """Return the memory to the system now, whoever still holds a view: from here on each reads zeros.
+    """Return the memory to the system now, even when views of it remain: from here on they read zeros.
 
     Whole pages of a tensor on the CPU, under Linux; elsewhere the memory stays until the last view is gone.
     """

@@ -1,4 +1,4 @@
-"""The links that need no second process: inproc, the waiting thread, and what of NCCL a CPU can show."""
+"""The links that need no second process: the waiting thread, and what of NCCL a CPU can show."""
 
 import threading
 from concurrent.futures import Future
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kvtransfer.links.build import accepts_shorter
-from kvtransfer.links.inproc import inproc_links
 from kvtransfer.links.nccl import StreamPending, build_nccl_link, is_nccl_available
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.protocol import LinkClosed
@@ -18,35 +17,6 @@ from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, new_prefix, recei
 
 def filled(num_bytes: int, value: int) -> torch.Tensor:
     return torch.full((num_bytes,), value, dtype=torch.uint8)
-
-
-def test_inproc_carries_both_ways_in_order_and_leaves_the_tail_of_a_longer_buffer() -> None:
-    left, right = inproc_links()
-    buffers = [filled(8, 255) for _ in range(3)]
-    received = [receive(right, buffer) for buffer in buffers]
-    for value in range(3):
-        send(left, filled(6, value)).result(TIMEOUT_S)
-    for value, (future, buffer) in enumerate(zip(received, buffers, strict=True)):
-        future.result(TIMEOUT_S)
-        assert buffer.tolist() == [value] * 6 + [255] * 2
-    back = filled(4, 0)
-    done = receive(left, back)
-    send(right, filled(4, 7)).result(TIMEOUT_S)
-    done.result(TIMEOUT_S)
-    assert back.tolist() == [7] * 4
-    left.close()
-    assert left.join(TIMEOUT_S)
-
-
-def test_inproc_close_fails_what_is_pending_and_what_comes_later() -> None:
-    left, right = inproc_links()
-    pending = [receive(right, filled(8, 0)), send(right, filled(8, 0))]
-    left.close()
-    right.close()
-    for future in (*pending, send(left, filled(8, 0)), receive(left, filled(8, 0))):
-        with pytest.raises(LinkClosed):
-            future.result(TIMEOUT_S)
-    assert right.join(TIMEOUT_S)
 
 
 class FakeWork:

@@ -43,7 +43,7 @@ Call = Any
 _stub_of: Any = handoff_pb2_grpc.HandoffServiceStub
 
 
-class SenderPeer:
+class SenderSession:
     """One peer's session. `_outcome` is what ends it: the first reason wins."""
 
     def __init__(
@@ -107,7 +107,7 @@ class SenderPeer:
             call = _stub_of(channel).Connect()
             try:
                 async with asyncio.timeout(self._settings.link_timeout_s):
-                    codec = await self._shake_hands(call)
+                    codec = await self._handshake(call)
                 if self._outcome.done():  # dropped in the moment the link stood: no PeerReady after that
                     raise SessionEnded(self._outcome.result())
                 self._start(codec)
@@ -115,7 +115,7 @@ class SenderPeer:
             finally:
                 call.cancel()
 
-    async def _shake_hands(self, call: Call) -> ChunkCodec:
+    async def _handshake(self, call: Call) -> ChunkCodec:
         """Hello both ways, check who answers, build the link."""
         await call.write(wire.sender_hello(self._settings.ref, self._settings.fingerprint))
         hello = (await _read(call, "hello")).hello
@@ -167,7 +167,7 @@ class SenderPeer:
             writer.cancel()
 
     async def _write(self, call: Call) -> None:
-        """Ends with the stream; the reader sees the same end and tells."""
+        """Ends with the stream, whose end the reader reports."""
         try:
             while True:
                 await call.write(await self._outbox.get())

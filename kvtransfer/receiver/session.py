@@ -69,7 +69,7 @@ class ReceiverShared:
     staged: dict[tuple[WorkerRef, TransferId, int], tuple[torch.Tensor, ChunkCodec]] = field(default_factory=dict)
 
 
-class ReceiverPeer:
+class ReceiverSession:
     """One peer's session. `_outcome` is what ends it: the first reason wins."""
 
     def __init__(self, shared: ReceiverShared, peer: WorkerRef, on_ended: Callable[[], None]) -> None:
@@ -124,7 +124,7 @@ class ReceiverPeer:
 
     async def _connect_and_exchange(self, requests: Requests, context: Context) -> None:
         async with asyncio.timeout(self._settings.link_timeout_s):
-            await self._shake_hands(requests, context)
+            await self._handshake(requests, context)
         get_logger().info("handoff_peer_ready", peer=str(self._peer))
         self._shared.post(PeerReady(self._peer))
         writer = asyncio.create_task(self._write(context))
@@ -134,7 +134,7 @@ class ReceiverPeer:
         finally:
             writer.cancel()
 
-    async def _shake_hands(self, requests: Requests, context: Context) -> None:
+    async def _handshake(self, requests: Requests, context: Context) -> None:
         hello = pb.ReceiverHello(
             worker_id=self._settings.ref.worker_id,
             incarnation=self._settings.ref.incarnation,
