@@ -43,16 +43,3 @@ class TransferId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.attempt_id}/{self.prefill_try}"
-
-
-class RankInfo(NamedTuple):
-    """One of the `world_size` processes that together run a worker's model."""
-
-    rank: int
-    world_size: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} of {self.world_size}"
-
-
-ALONE = RankInfo(0, 1)

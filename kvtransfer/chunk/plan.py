@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.engine.contract.kv_spec import KVGroup, KVSpec
-from common.values.ids import ALONE, RankInfo
+from common.values.ranks import WHOLE, Rank
 from kvtransfer.events import Chunk
 
 FRAME_BYTES = 64  # around a chunk's data: header before it, tag behind it
 MAX_OVER_MIN = 4
 
 
-def held_shards(group: KVGroup, rank: RankInfo) -> range:
+def held_shards(group: KVGroup, rank: Rank) -> range:
     """What a rank holds of a group's planes. Of fewer shards than ranks each is held by several ranks.
 
     Raises ValueError when the shards cannot be dealt out evenly.
@@ -33,7 +33,7 @@ def held_shards(group: KVGroup, rank: RankInfo) -> range:
     return range(first, first + max(1, num_shards // world_size))
 
 
-def linked_shards(group: KVGroup, sender: RankInfo, receiver: RankInfo) -> range:
+def linked_shards(group: KVGroup, sender: Rank, receiver: Rank) -> range:
     """What a sender's rank ships to a receiver's rank: over all senders, what the receiver holds, each shard once.
 
     Empty when the two have nothing to say to each other. Ranks that hold the same take turns.
@@ -53,8 +53,8 @@ class ChunkPlanner:
 
     spec: KVSpec
     min_chunk_bytes: int
-    sender: RankInfo = ALONE
-    receiver: RankInfo = ALONE
+    sender: Rank = WHOLE
+    receiver: Rank = WHOLE
     frame_bytes: int = FRAME_BYTES
 
     def shards(self, group_idx: int) -> range:
