@@ -50,7 +50,7 @@ class Range(NamedTuple):
         return f"{self.low} or more" if self.high == float("inf") else f"between {self.low} and {self.high}"
 
 
-def _within(low: float, high: float = float("inf"), *, has_low: bool = True) -> msgspec.Meta:
+def within(low: float, high: float = float("inf"), *, has_low: bool = True) -> msgspec.Meta:
     """Read by `validation`, for errors that name the API's field, and by the OpenAPI description."""
     schema = {"minimum" if has_low else "exclusiveMinimum": low}
     if high != float("inf"):
@@ -62,25 +62,25 @@ class Stated(msgspec.Struct, kw_only=True):
     """What both APIs let a client state under the same names, which gRPC puts into groups."""
 
     model: str | None = None
-    n: Annotated[int, _within(1, limits.MAX_CHOICES)] | None = None
-    temperature: Annotated[float, _within(0, 2)] | None = None
-    top_p: Annotated[float, _within(0, 1, has_low=False)] | None = None
-    top_k: Annotated[int, _within(-1)] | None = None
-    min_p: Annotated[float, _within(0, 1)] | None = None
-    presence_penalty: Annotated[float, _within(-2, 2)] | None = None
-    frequency_penalty: Annotated[float, _within(-2, 2)] | None = None
-    repetition_penalty: Annotated[float, _within(0.01, 100)] | None = None
-    seed: Annotated[int, _within(-(2**63), 2**63 - 1)] | None = None
-    logit_bias: dict[int, Annotated[float, _within(-100, 100)]] | None = None
+    n: Annotated[int, within(1, limits.MAX_CHOICES)] | None = None
+    temperature: Annotated[float, within(0, 2)] | None = None
+    top_p: Annotated[float, within(0, 1, has_low=False)] | None = None
+    top_k: Annotated[int, within(-1)] | None = None
+    min_p: Annotated[float, within(0, 1)] | None = None
+    presence_penalty: Annotated[float, within(-2, 2)] | None = None
+    frequency_penalty: Annotated[float, within(-2, 2)] | None = None
+    repetition_penalty: Annotated[float, within(0.01, 100)] | None = None
+    seed: Annotated[int, within(-(2**63), 2**63 - 1)] | None = None
+    logit_bias: dict[int, Annotated[float, within(-100, 100)]] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    min_tokens: Annotated[int, _within(0)] | None = None
+    min_tokens: Annotated[int, within(0)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    priority: Annotated[int, _within(-100, 100)] | None = None
+    priority: Annotated[int, within(-100, 100)] | None = None
     cache_salt: str | None = None
 
 

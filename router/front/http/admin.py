@@ -18,7 +18,7 @@ from router.front.http.io import json_response, read_json
 from router.front.openai.json_body import parse_body
 from router.front.openai.prompts import chat_prompt
 from router.front.openai.requests import DetokenizeBody, TokenizeBody
-from router.front.openai.responses import ModelCard, ModelList
+from router.front.openai.responses import ModelCard, ModelList, TokenizeAnswer
 from router.request import limits
 from router.request.spec import Prompt, TextPrompt
 
@@ -108,14 +108,8 @@ class AdminEndpoints:
         self._frontend.validator.check_model(body.model or "")
         token_ids = await self._frontend.tokenize(_prompt_of(body))
         strings = await self._frontend.token_strings(token_ids) if body.return_token_strs else None
-        return json_response(
-            {
-                "count": len(token_ids),
-                "max_model_len": self._frontend.model.max_model_len,
-                "tokens": token_ids,
-                "token_strs": strings,
-            }
-        )
+        max_model_len = self._frontend.model.max_model_len
+        return json_response(TokenizeAnswer(len(token_ids), max_model_len, list(token_ids), strings))
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, _DETOKENIZE)

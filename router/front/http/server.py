@@ -1,6 +1,6 @@
 """The HTTP application: which path is answered by what. FastAPI is the shell; bodies are read and written as bytes.
 
-Nothing is derived from a schema at run time, and no page of the framework's own is offered. The two paths that
+No body is checked against a schema at run time, and no page of the framework's own is offered. The two paths that
 generate are answered without the framework: its layers would be called again for every event of a stream.
 """
 
@@ -21,6 +21,7 @@ from router.front.http.events import StateFeed
 from router.front.http.gate import HttpGate
 from router.front.http.generation import GenerationEndpoints, HttpSettings
 from router.front.http.io import REQUEST_ID_HEADER, Endpoint, guarded, json_response, request_id_of
+from router.front.http.openapi import DescriptionEndpoints
 from router.front.http.ui import PageEndpoints
 from router.front.openai.responses import ErrorBody, ErrorInfo
 from router.tenants.access import Access, Need
@@ -46,7 +47,8 @@ def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks, acc
         docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, telemetry=_NO_FRAMEWORK_TELEMETRY
     )
     generation_routes, admin_routes = _generation_routes(generation), _admin_routes(admin, StateFeed(frontend, hooks))
-    routes = [*generation_routes, *_probe_routes(admin), *_page_routes(PageEndpoints()), *admin_routes]
+    page_routes = _page_routes(PageEndpoints(), DescriptionEndpoints(hooks.version))
+    routes = [*generation_routes, *_probe_routes(admin), *page_routes, *admin_routes]
 
     def answer(endpoint: Endpoint, need: Need) -> Endpoint:
         return guarded(gate.protected(endpoint, need), frontend.note_refusal)
@@ -117,8 +119,10 @@ def _probe_routes(admin: AdminEndpoints) -> list[_Route]:
     ]
 
 
-def _page_routes(page: PageEndpoints) -> list[_Route]:
+def _page_routes(page: PageEndpoints, description: DescriptionEndpoints) -> list[_Route]:
     return [
+        ("/openapi.json", description.document, Need.PUBLIC, ("GET",)),
+        ("/docs", description.page, Need.PUBLIC, ("GET",)),
         ("/", page.redirect, Need.PUBLIC, ("GET",)),
         ("/ui", page.redirect, Need.PUBLIC, ("GET",)),
         ("/ui/", page.file, Need.PUBLIC, ("GET",)),

@@ -8,9 +8,12 @@ from typing import Annotated, Any
 import msgspec
 
 from router.front.openai.fields import Ignored, NotOffered
-from router.request.spec import Stated
+from router.request import limits
+from router.request.spec import Stated, within
 
 ROLES = ("system", "developer", "user", "assistant")
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPTS = [{"type": "string"}, _IDS, {"type": "array", "items": {"anyOf": [{"type": "string"}, _IDS]}}]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -22,7 +25,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class GenerationBody(Stated, forbid_unknown_fields=True, kw_only=True):
     """What completions and chats share."""
 
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, within(1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -67,8 +70,8 @@ class GenerationBody(Stated, forbid_unknown_fields=True, kw_only=True):
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/completions`."""
 
-    prompt: str | list[Any]
-    logprobs: int | None = None
+    prompt: Annotated[str | list[Any], msgspec.Meta(extra_json_schema={"anyOf": _PROMPTS})]
+    logprobs: Annotated[int, within(0, limits.MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     suffix: NotOffered = None
@@ -107,9 +110,9 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[MessageBody]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int, within(1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, within(0, limits.MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     audio: NotOffered = None

@@ -124,6 +124,13 @@ class Answer(msgspec.Struct, Generic[ChoiceT]):
     system_fingerprint: None = None
 
 
+class TokenizeAnswer(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
 class ErrorInfo(msgspec.Struct):
     message: str
     type: str

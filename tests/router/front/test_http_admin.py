@@ -146,8 +146,8 @@ async def test_workers_are_drained_and_pools_scaled(rig: HttpRig) -> None:
     [
         ("GET", "/nothing", 404),
         ("GET", "/v1/completions", 405),
-        ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404),
+        ("POST", "/docs", 405),
+        ("GET", "/redoc", 404),
         ("POST", "/v1/completions/", 404),
         ("POST", "//v1/completions", 404),
         ("POST", "/V1/completions", 404),
