@@ -1,6 +1,6 @@
 """What can be configured, with defaults. Values only: `deploy/config/settings.py` reads them.
 
-Frozen: values discovered at run time (ports, block counts) are arguments of whoever needs them, not config.
+Frozen: values discovered at run time (ports, block counts) are arguments where they are needed, not config.
 """
 
 import secrets
@@ -145,7 +145,7 @@ class RouterSettings(BaseModel):
         "", description="OTLP/HTTP collector, http://host:4318/v1/traces; empty = no traces"
     )
     api_keys_file: str = Field("", description="tenants and the hashes of their keys; empty = no keys are asked for")
-    admin_key: str = Field("", description="what /admin/v1 asks for; empty = open to whoever reaches the port")
+    admin_key: str = Field("", description="what /admin/v1 asks for; empty = open to all who reach the port")
     admin_key_file: str = Field("", description="file with the admin key, instead of admin_key")
     keep_requests: int = Field(1000, ge=0, description="finished requests kept for /admin/v1/requests")
     cert_file: str = Field("", description="PEM certificate that clients of both APIs see; empty = no TLS")

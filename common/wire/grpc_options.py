@@ -9,7 +9,7 @@ CLIENT_PING_INTERVAL_MS = 20_000
 SERVER_MIN_PING_INTERVAL_MS = 10_000
 PING_TIMEOUT_MS = 10_000
 # How long the host of a router may be silent before its blocks are taken back: as long as routers wait for a worker
-# (router.worker_silence_s). A client is never told off for being pinged, so the interval may be short.
+# (router.worker_silence_s). A client gets no GOAWAY for pings of its server, so the interval may be short.
 PEER_PING_INTERVAL_MS = 2_000
 PEER_SILENCE_MS = 4_000
 # Control messages between our own processes: a prompt of a million tokens fits. KV bytes never go over gRPC.

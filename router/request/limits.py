@@ -14,7 +14,7 @@ MAX_JSON_DEPTH = 32
 # INVALID_ARGUMENT and not by the library.
 GRPC_HARD_LIMIT_FACTOR = 4
 # In a body that is no valid JSON the faulty field is looked for up to this size (measured: 2.5 s for 1 MiB of numbers
-# that end in a NaN, and all that time nobody else is answered).
+# that end in a NaN, and all that time no other request is answered).
 MAX_EXPLAINED_BYTES = 32 << 10
 # From the first byte of a request to the end of its head. A connection that has sent nothing yet has as long, and so
 # has a TLS handshake.

@@ -106,7 +106,7 @@ def _stated(request: pb.GenerateRequest) -> Stated:
 
 
 def _plain(field: FieldDescriptor, value: Any) -> Any:
-    """A map is counted before it is read: 1 MiB holds 100,000 entries, and nobody is answered while they are read."""
+    """A map is counted before it is read: 1 MiB holds 100,000 entries, and the event loop waits meanwhile."""
     if field.message_type is not None:
         if len(value) > limits.MAX_LOGIT_BIAS:
             param = API_NAMES[field.name]

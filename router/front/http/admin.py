@@ -178,7 +178,7 @@ class AdminEndpoints:
             raise InvalidRequest("pools are not managed by this process", param="role")
         await self._hooks.scale_pools(sizes)
         text = ", ".join(f"{role} is to have {replicas}" for role, replicas in sizes.items())
-        self._service.events.add("scale", f"{text}, as somebody asked")
+        self._service.events.add("scale", f"{text}, by the admin API")
 
     def _model_card(self) -> ModelCard:
         model = self._frontend.model

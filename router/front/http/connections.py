@@ -34,7 +34,7 @@ class Connections:
         return self._max_open is not None and self._num_open > self._max_open + limits.MAX_REFUSED_CONNECTIONS
 
     def opened(self, connection: Connection) -> bool:
-        """Count a new one, until `closed`. False: there is no room, and nobody waits who could make some."""
+        """Count a new one, until `closed`. False: there is no room, and no waiting connection could make some."""
         self._num_open += 1
         self._waiting[connection] = None
         if self._max_open is None or self._num_open <= self._max_open:

@@ -20,7 +20,7 @@ _ADMIN_KEY = ADMIN_KEY_HEADER.encode()
 
 
 class CrossSiteRequest(InvalidRequest):
-    """A page of another site wants to change something with the browser of somebody who may."""
+    """A page of another site wants to change something with the browser of an administrator."""
 
     http_status = 403
     grpc_code = "PERMISSION_DENIED"

@@ -1,6 +1,6 @@
 """The operator's page at `/ui/`: files of `page/`, read once, served as they are. Owns them and their policy.
 
-The page may load nothing and talk to nobody but this router; it is in no frame, and no script is in its markup.
+The page may load from this router only; it is in no frame, and no script is in its markup.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Fields of the OpenAI API and its dialects that are known and do nothing, or are not offered. Pure: one check.
 
 A field that changes no answer is accepted and ignored. One that is not offered is refused by name unless its value
-means "not used": silently dropping it would give an answer that the client did not ask for. Fields that nobody knows
+means "not used": silently dropping it would give an answer that the client did not ask for. Unknown fields
 are refused too, with the nearest known name.
 """
 
@@ -77,7 +77,7 @@ def check_unused(name: str, value: object, prefix: str = "") -> None:
 
 
 def unknown_field(name: str, path: str, known: Iterable[str]) -> InvalidRequest:
-    """The error for a field that nobody knows."""
+    """The error for an unknown field."""
     name = name[:64]
     near = difflib.get_close_matches(name, list(known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""

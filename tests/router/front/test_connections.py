@@ -1,4 +1,4 @@
-"""The bound on open HTTP connections: who goes for whom, and what the last to come is told."""
+"""The bound on open HTTP connections: which one is ended for another, and how the last to come is refused."""
 
 import asyncio
 import contextlib

@@ -91,7 +91,7 @@ async def test_what_takes_long_is_done_off_the_loop(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_stop_string_stops_only_its_choice() -> None:
-    """Choice 0 meets the stop string, choice 1 runs to its length; the service is told about choice 0 once."""
+    """Choice 0 meets the stop string, choice 1 runs to its length; the service stops choice 0 once."""
 
     def script(request: GenerationRequest) -> Script:
         steps = tokens([ids("xSTOPyyy"), ids("abcdefgh")])

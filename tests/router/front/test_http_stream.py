@@ -1,4 +1,4 @@
-"""Streams of events: what ends them, who is told, and what the client sees."""
+"""Streams of events: what ends them, what is cancelled, and what the client sees."""
 
 import asyncio
 import dataclasses
@@ -97,7 +97,7 @@ async def test_a_client_that_leaves_while_it_waits_is_cancelled(how: str) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_after_a_large_body_is_cancelled(stream: bool) -> None:
-    """Reading is paused when more has come than was taken; unless it goes on, nobody sees the end."""
+    """Reading is paused when more has come than was taken; unless it goes on, the end is not seen."""
     service = silent()
     async with http_rig(service) as rig:
         _, writer = await send(rig, {"prompt": "x", "stream": stream}, padding=b" " * 700_000)

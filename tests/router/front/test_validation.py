@@ -109,7 +109,7 @@ def test_bad_words_are_bounded(words: list[str]) -> None:
 
 
 def test_bad_words_leave_a_token_to_draw() -> None:
-    """Else nothing could be drawn, and the client would be told of a fault of ours."""
+    """Else nothing could be drawn, and the client would get an error of ours."""
     x, y = ids("xy")
     assert sampled(bad_words=["x", "xx"], allowed_token_ids=[x, y]).bad_words == ((x,), (x, x))
     with pytest.raises(InvalidRequest, match="bad_words may forbid every token"):
@@ -119,7 +119,7 @@ def test_bad_words_leave_a_token_to_draw() -> None:
 
 
 def test_min_tokens_need_a_token_that_does_not_end_the_answer() -> None:
-    """Else nothing could be drawn, and the client would be told of a fault of ours."""
+    """Else nothing could be drawn, and the client would get an error of ours."""
     eos = MODEL.eos_token_ids[0]
     for allowed, stop_ids, is_fine in (([eos], [], False), ([5, 6], [6, 5], False), ([5, eos], [], True)):
         fields = {"max_tokens": 8, "min_tokens": 3, "allowed_token_ids": allowed, "stop_token_ids": stop_ids}
