@@ -1,7 +1,8 @@
 """The order and the pace at which a decode worker computes tokens. Pure: no IO."""
 
+from common.cores.fair_shares import OUTPUT_WEIGHT, FairShares
 from common.engine.scheduling.scheduler import Limits, Scheduler
-from common.engine.scheduling.sequence import Sequence, SequencePhase
+from common.engine.scheduling.sequence import Sequence, SequencePhase, by_tenant
 from common.engine.scheduling.step_rate import StepRate
 
 # Prompt tokens of a step when there are any; fewer would read all weights for next to nothing.
@@ -13,10 +14,10 @@ FIRST_CHUNK = 32
 class DecodePolicy:
     """Continuous batching. Per step:
 
-    1. Waiting sequences take free slots by rank. One without blocks (preempted) needs them for all of its tokens first;
-       those that have theirs may pass it.
+    1. Waiting sequences take free slots: tenants in turns, by rank within one. One without blocks (preempted) needs
+       them for all of its tokens first; those that have theirs may pass it, and older ones that have them always do.
     2. Every running sequence that needs one token gets it, by rank; the youngest makes room when blocks run out.
-    3. What is left of the token budget goes to prefill chunks, by rank, within what `ChunkBudget` grants.
+    3. What is left of the token budget goes to prefill chunks, in the same order, within what `ChunkBudget` grants.
 
     Progress: the oldest running sequence can take every block but the reserved ones; reservations end by themselves.
     """
@@ -27,8 +28,10 @@ class DecodePolicy:
         self.chunk_budget = ChunkBudget(limits.gap_budget_s, limits.max_num_batched_tokens)
         # Never more sequences than tokens in a step: so a prefill chunk always finds room beside the decoding ones.
         self._max_num_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._shares = FairShares()
 
     def fill(self, scheduler: Scheduler) -> None:
+        self._shares.begin({sequence.work.tenant for sequence in (*scheduler.waiting, *scheduler.running)})
         self._admit(scheduler)
         decoding: list[Sequence] = []
         prompts: list[Sequence] = []
@@ -37,10 +40,13 @@ class DecodePolicy:
         for sequence in decoding:
             if sequence.phase is SequencePhase.RUNNING:  # not preempted for an older one
                 scheduler.decode(sequence)
+                self._shares.charge(sequence.work.tenant, OUTPUT_WEIGHT)
         num_tokens = self.chunk_budget.chunk_tokens(scheduler.rate, scheduler.num_decoding)
-        for sequence in prompts:
+        for sequence in self._shares.in_turn(by_tenant(prompts)):
             if sequence.phase is SequencePhase.RUNNING:
-                num_tokens -= scheduler.prefill(sequence, num_tokens)
+                num_chunk_tokens = scheduler.prefill(sequence, num_tokens)
+                num_tokens -= num_chunk_tokens
+                self._shares.charge(sequence.work.tenant, num_chunk_tokens)
 
     def prefill_tokens_per_s(self, scheduler: Scheduler) -> float:
         """How fast a prompt would be computed beside what runs now; 0.0 until one was."""
@@ -49,11 +55,12 @@ class DecodePolicy:
 
     def _admit(self, scheduler: Scheduler) -> None:
         is_short_of_blocks = False
-        for sequence in sorted(scheduler.waiting, key=_rank):
+        for sequence in self._shares.in_turn(by_tenant(sorted(scheduler.waiting, key=_rank))):
             if len(scheduler.running) >= self._max_num_running:
                 return
-            if sequence.block_table or not is_short_of_blocks:
-                is_short_of_blocks |= not scheduler.admit(sequence)
+            if not sequence.block_table and (is_short_of_blocks or _has_older(scheduler, sequence)):
+                continue
+            is_short_of_blocks |= not scheduler.admit(sequence)
 
 
 class ChunkBudget:
@@ -87,3 +94,8 @@ class ChunkBudget:
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.rank
+
+
+def _has_older(scheduler: Scheduler, sequence: Sequence) -> bool:
+    """Whether it was preempted for an older one that waits with its blocks: then that one's turn comes first."""
+    return any(other.block_table and other.rank < sequence.rank for other in scheduler.waiting)

@@ -20,11 +20,10 @@ def admission_error(
         if worker_id and (worker is None or worker.info.role is not role):
             param = f"routing.{role}_worker_id"
             return InvalidRequest(f"there is no {role} worker {worker_id!r}", param=param)
-    if num_queued < max_num_queued:
-        return None
-    return Overloaded(f"{num_queued} requests wait already", retry_after_s=_retry_after_s(num_queued, num_live))
+    return overload_error(num_live, num_queued) if num_queued >= max_num_queued else None
 
 
-def _retry_after_s(num_queued: int, num_live: int) -> float:
-    """A guess: one second for each round of running requests until the queue has drained."""
-    return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, num_queued / max(1, num_live - num_queued)))
+def overload_error(num_live: int, num_queued: int) -> Overloaded:
+    """The hint is a guess: one second for each round of running requests until the queue has drained."""
+    retry_after_s = min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, num_queued / max(1, num_live - num_queued)))
+    return Overloaded(f"{num_queued} requests wait already", retry_after_s=retry_after_s)

@@ -7,13 +7,16 @@ One rule for every end: a worker that still has a share of the attempt is sent C
 sender has let go, the share is released first.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from common.cores.deadlines import Deadlines
+from common.cores.fair_shares import OUTPUT_WEIGHT
 from common.values.errors import PdserveError, WorkerFailed
 from common.values.ids import AttemptId, RequestId, WorkerRef
 from common.values.messages import Cancel, RouterMessage
 from common.values.request import TokenEvent
+from router.core.admission import overload_error
 from router.core.events import Deliver, LookupPrefix, Lost, NoteRetry, RouterEffect, SendToWorker
 from router.core.generation import Failed, Finished, GenerationEvent, GenerationRequest, Tokens
 from router.core.pool import WorkerPool
@@ -37,6 +40,7 @@ class Requests:
         self.limits = limits
         self.live: dict[RequestId, Request] = {}
         self.ungranted: dict[RequestId, Request] = {}  # no decode worker has taken them yet
+        self.num_of_tenants: Counter[str] = Counter()  # live requests
         self.waiting = Waiting(pool, limits)
         self.records = RequestRecords(limits.num_kept_requests)
         self.timers: Deadlines[RequestId | AttemptId] = Deadlines()  # an attempt's is that of its phase
@@ -72,12 +76,26 @@ class Requests:
     def deliver(self, request: Request, event: GenerationEvent) -> None:
         self.emit(Deliver(request.request_id, event))
 
+    # ---- fairness -----------------------------------------------------------------------------------
+
+    def make_room_for(self, tenant: str) -> bool:
+        """In a full queue the newest request of the tenant with most yields to one of a tenant with clearly fewer."""
+        num_waiting = Counter(request.spec.tenant for request in self.ungranted.values())
+        largest, num_largest = num_waiting.most_common(1)[0] if num_waiting else (tenant, 0)
+        if num_largest <= num_waiting[tenant] + 1:
+            return False
+        theirs = (request for request in self.ungranted.values() if request.spec.tenant == largest)
+        last = max(theirs, key=lambda request: (request.spec.priority, request.ordinal))
+        self.fail(last, overload_error(*self.load))
+        return True
+
     # ---- beginnings ---------------------------------------------------------------------------------
 
     def add(self, spec: GenerationRequest, first_attempt: int) -> None:
         self._num_submitted += 1
         request = Request(spec, self._num_submitted, self.now_s, first_attempt)
         self.live[spec.request_id] = self.ungranted[spec.request_id] = request
+        self.num_of_tenants[spec.tenant] += 1
         self.timers.set(spec.request_id, request.deadline_s)
         self._start(request, range(spec.num_choices))
 
@@ -129,6 +147,7 @@ class Requests:
         fresh = request.take(attempt, tokens, self.now_s)
         if fresh:
             self.deliver(request, Tokens(tuple(fresh)))
+            self.waiting.shares.charge(request.spec.tenant, OUTPUT_WEIGHT * len(fresh))
         if request.is_stuck(attempt):
             self.replay(request, [attempt], "tokens are missing")
 
@@ -235,6 +254,10 @@ class Requests:
         self.ungranted.pop(request.request_id, None)
         self.timers.discard(request.request_id)
         del self.live[request.request_id]
+        if self.num_of_tenants[request.spec.tenant] == 1:
+            del self.num_of_tenants[request.spec.tenant]
+        else:
+            self.num_of_tenants[request.spec.tenant] -= 1
         self.records.keep(request, last, self.now_s)
         self.deliver(request, last)
 

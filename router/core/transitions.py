@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from common.values.errors import DeadlineExceeded, InvalidRequest, NoReadyPair, WorkerFailed
+from common.values.errors import DeadlineExceeded, InvalidRequest, NoReadyPair, Overloaded, WorkerFailed
 from common.values.ids import AttemptId, RequestId
 from common.values.messages import (
     AttemptFailed,
@@ -84,7 +84,7 @@ def ignore(*_: object) -> None:
 def admit(requests: Requests, _: None, event: RequestSubmitted) -> None:
     spec = event.request
     error = admission_error(spec, requests.pool, *requests.load, requests.limits.max_num_queued)
-    if error is None:
+    if error is None or (isinstance(error, Overloaded) and requests.make_room_for(spec.tenant)):
         requests.add(spec, event.first_attempt)
     else:
         requests.emit(Deliver(spec.request_id, Failed(error)))
@@ -146,7 +146,7 @@ def close(requests: Requests, request: Request, attempt: RouterAttempt, _: Attem
 
 def place_waiting(requests: Requests) -> None:
     """Give waiting attempts what there is."""
-    for step in requests.waiting.steps(requests.now_s):
+    for step in requests.waiting.steps(requests.num_of_tenants, requests.now_s):
         match step:
             case Reservation():
                 _reserve(requests, step)
@@ -166,6 +166,7 @@ def _reserve(requests: Requests, step: Reservation) -> None:
     here, there = (num_missing, 0) if num_missing <= step.local_max else (0, num_missing)
     num_blocks = attempt.num_blocks(worker.ref, worker.info.block_size)
     worker.place(attempt.attempt_id, now_s, tokens=here, blocks=num_blocks, unplaced_tokens=there)
+    requests.waiting.shares.charge(request.spec.tenant, num_missing)
     requests.send(worker.ref, Reserve(request.work(attempt, now_s), step.local_max))
 
 
@@ -256,6 +257,7 @@ def decode(requests: Requests, on: Placed, message: AttemptTokens) -> None:
     requests.take_tokens(on.request, on.attempt, message.tokens)
     if not on.attempt.choices:
         requests.release(on.worker.ref, on.attempt)  # it has ended the choices by itself
+        on.worker.reopen()
     requests.close_if_done(on.request, on.attempt)
 
 

@@ -4,9 +4,10 @@ Owns the order, not the attempts: `steps` says what to do, and whoever does it m
 """
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from common.cores.fair_shares import FairShares
 from common.values.ids import AttemptId
 from router.core.placement import Placer
 from router.core.policy import RoutingDecision
@@ -15,39 +16,42 @@ from router.core.request_state import AttemptPhase, Request, RouterAttempt
 from router.core.router_limits import RouterLimits
 from router.core.workers import Worker
 
-_Entry = tuple[int, int, int]  # priority, arrival, attempt
+_Entry = tuple[int, int, int, AttemptId]  # priority, arrival, attempt: unique by then
 
 
 class AttemptQueue:
-    """Attempts by priority, then arrival of their request."""
+    """Attempts in fair turns between tenants; within a tenant by priority, then arrival of their request."""
 
-    def __init__(self) -> None:
-        self._order: list[_Entry] = []
-        self._items: dict[_Entry, tuple[Request, RouterAttempt]] = {}
-        self._entries: dict[AttemptId, _Entry] = {}
+    def __init__(self, shares: FairShares) -> None:
+        self._shares = shares
+        self._lines: dict[str, list[_Entry]] = {}
+        self._items: dict[AttemptId, tuple[_Entry, Request, RouterAttempt]] = {}
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._items)
 
     def __iter__(self) -> Iterator[tuple[Request, RouterAttempt]]:
-        """A snapshot: adding and removing meanwhile is allowed."""
-        return iter([self._items[entry] for entry in self._order])
+        """Adding and removing meanwhile is allowed."""
+        for _, _, _, attempt_id in self._shares.in_turn({name: line.copy() for name, line in self._lines.items()}):
+            if (item := self._items.get(attempt_id)) is not None:
+                yield item[1:]
 
     def __contains__(self, attempt_id: AttemptId) -> bool:
-        return attempt_id in self._entries
+        return attempt_id in self._items
 
     def add(self, request: Request, attempt: RouterAttempt) -> None:
-        entry = (request.spec.priority, request.ordinal, attempt.attempt_id.attempt)
-        assert entry not in self._items, f"{attempt.attempt_id} waits already"
-        insort(self._order, entry)
-        self._items[entry] = (request, attempt)
-        self._entries[attempt.attempt_id] = entry
+        attempt_id = attempt.attempt_id
+        assert attempt_id not in self._items, f"{attempt_id} waits already"
+        entry = (request.spec.priority, request.ordinal, attempt_id.attempt, attempt_id)
+        insort(self._lines.setdefault(request.spec.tenant, []), entry)
+        self._items[attempt_id] = entry, request, attempt
 
     def discard(self, attempt_id: AttemptId) -> None:
-        entry = self._entries.pop(attempt_id, None)
-        if entry is not None:
-            self._order.remove(entry)
-            del self._items[entry]
+        if (item := self._items.pop(attempt_id, None)) is not None:
+            entry, tenant = item[0], item[1].spec.tenant
+            self._lines[tenant].remove(entry)
+            if not self._lines[tenant]:
+                del self._lines[tenant]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +90,9 @@ class Waiting:
     """Who waits, for a decode worker or, granted by one, for a prefill worker."""
 
     def __init__(self, pool: WorkerPool, limits: RouterLimits) -> None:
-        self.queued = AttemptQueue()
-        self.granted = AttemptQueue()
+        self.shares = FairShares()
+        self.queued = AttemptQueue(self.shares)
+        self.granted = AttemptQueue(self.shares)
         self._placer = Placer(pool, limits.local_prefill_max_tokens, limits.balance_prefill_max_tokens)
         self._balance_max = limits.balance_prefill_max_tokens
         self.is_awake = False  # something has changed that may let an attempt go on
@@ -113,12 +118,13 @@ class Waiting:
             assert len(queue) == len(waiting), f"an attempt waits that is not {phase}"
             assert all(attempt_id in queue for attempt_id in waiting)
 
-    def steps(self, now_s: float) -> Iterator[Step]:
-        """What can be done, in order; each is to be done before the next is asked for.
+    def steps(self, tenants: Collection[str], now_s: float) -> Iterator[Step]:
+        """What can be done, in order; each is to be done before the next is asked for. `tenants` have live requests.
 
         A request that lacks room holds back those behind it, unless it waits for a worker that it named.
         """
         self.is_awake = False
+        self.shares.begin(tenants)  # before any turn is taken
         for request, attempt in self.granted:
             yield self._prefill_step(request, attempt, now_s)
         is_blocked = False

@@ -139,6 +139,10 @@ class Worker:
         backoff_s: float = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.num_refusals - 1, 10))
         self.closed_until_s = now_s + backoff_s
 
+    def reopen(self) -> None:
+        """Something has ended there: it may have room again."""
+        self.closed_until_s = 0.0
+
     def accepted(self) -> None:
         self.num_refusals = 0
         self.closed_until_s = 0.0

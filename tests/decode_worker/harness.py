@@ -164,6 +164,7 @@ def job(
     deadline_s: float = 600.0,
     num_prompt_tokens: int | None = None,
     sampling: SamplingParams | None = None,
+    tenant: str = "",
 ) -> Work:
     return Work(
         attempt(name, number),
@@ -173,4 +174,5 @@ def job(
         choices=choices,
         priority=priority,
         deadline_s=deadline_s,
+        tenant=tenant,
     )

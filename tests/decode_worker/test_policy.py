@@ -303,3 +303,19 @@ def test_exhaustion_is_an_answer_not_an_error(num_failures: int) -> None:
     assert pool.num_failures == 0
     assert_exact(bench, *jobs)
     assert all(len(bench.messages(work.attempt_id.request_id)) == 2 for work in jobs)
+
+
+def test_a_tenants_flood_leaves_the_next_slot_to_another_tenant() -> None:
+    """However many wait, and whatever priority they have among themselves."""
+    bench = Bench(num_blocks=512, max_num_seqs=2, max_num_waiting=40)
+    for i in range(12):
+        bench.start(job(f"flood{i}", tokens(20, first=1000 * i), 3 + i % 3, priority=-1, tenant="a"))
+    bench.step()
+    bench.start(job("other", tokens(20, first=90_000), 2, tenant="b"))
+    num_steps = 0
+    while not bench.events("other"):
+        bench.step()
+        num_steps += 1
+    assert num_steps <= 6, "it waits for a slot to be free, not for the flood"
+    bench.run_all()
+    assert bench.counts() == (0, 0)

@@ -137,6 +137,7 @@ def prompt(
     deadline_s: float = 60.0,
     sampling: SamplingParams | None = None,
     salt: bytes = b"",
+    tenant: str = "",
 ) -> Prefill:
     work = Work(
         attempt(name),
@@ -147,6 +148,7 @@ def prompt(
         priority=priority,
         cache_salt=salt,
         deadline_s=deadline_s,
+        tenant=tenant,
     )
     return Prefill(work, prefill_try, DECODE, "d0:1", first_missing_token)
 

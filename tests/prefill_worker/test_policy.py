@@ -165,3 +165,32 @@ def test_waiting_prompts_do_not_count_as_computed() -> None:
     bench.prefill(prompt("a", tokens(64)))
     bench.prefill(prompt("b", tokens(64)))
     assert bench.core.stats(bench.now_s).num_waiting_uncached_tokens == 48 + 64
+
+
+@pytest.mark.parametrize("length", [20, 1000])
+def test_a_tenants_flood_delays_anothers_prompt_by_the_step_that_is_running(length: int) -> None:
+    bench = Bench(num_blocks=1024, budget=64, max_num_waiting=40)
+    for i in range(10):
+        bench.prefill(prompt(f"flood{i}", tokens(length, first=10_000 * i), tenant="a", priority=-1))
+    bench.step()
+    bench.prefill(prompt("other", tokens(50, first=500_000), tenant="b"))
+    bench.step()
+    bench.step()
+    assert isinstance(bench.messages("other")[0], FirstTokens)
+
+
+def test_tenants_share_steps_by_tokens_and_one_alone_gets_all() -> None:
+    bench = Bench(num_blocks=1024, budget=64, max_num_seqs=8, max_num_waiting=80)
+    bench.prefill(prompt("busy", tokens(64)))
+    for i in range(20):
+        bench.prefill(prompt(f"short{i}", tokens(16, first=10_000 * (i + 1)), tenant="a"))
+    for i in range(2):
+        bench.prefill(prompt(f"long{i}", tokens(200, first=1_000_000 * (i + 1)), tenant="b"))
+    num_tokens = dict.fromkeys("ab", 0)
+    bench.step()
+    while sum(num_tokens.values()) < 512:
+        for sequence_id, num in bench.scheduled().items():
+            num_tokens["a" if sequence_id <= 21 else "b"] += num
+        bench.step()
+    assert abs(num_tokens["a"] - num_tokens["b"]) <= 64
+    assert sum(bench.scheduled().values()) == 64

@@ -27,7 +27,7 @@ from router.core.events import (
     WorkerMessageReceived,
     WorkersListed,
 )
-from router.core.generation import Accepted, Failed, Finished, GenerationEvent
+from router.core.generation import Accepted, Failed, Finished, GenerationEvent, Tokens
 from router.core.router_limits import RouterLimits
 from tests.simkit.nodes import Node, SimWorker
 from tests.simkit.sessions import Sessions, Stream, Wire
@@ -68,6 +68,7 @@ class Answer:
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     accepted: Accepted | None = None
+    first_s: float | None = None  # when its first token came
     end: Finished | Failed | None = None
     ended_s: float = 0.0
 
@@ -288,6 +289,8 @@ class SimCluster:
         if isinstance(event, Finished | Failed):
             answer.end, answer.ended_s = event, self.time.now_s
             return
+        if isinstance(event, Tokens) and answer.first_s is None:
+            answer.first_s = self.time.now_s
         for token in getattr(event, "tokens", ()):
             output = answer.tokens.setdefault(token.choice_idx, [])
             assert token.position == len(output), f"{request_id}: position {token.position} after {len(output)} tokens"

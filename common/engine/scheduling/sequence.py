@@ -8,6 +8,7 @@ A WAITING sequence has blocks when it was given some with its prompt, and none w
 all of its tokens but a cached prefix are computed, as a prefill. RUNNING ones have blocks for every computed token.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -93,3 +94,11 @@ class Sequence:
         choices = ",".join(map(str, self.choices))
         counts = f"computed {self.num_computed}/{len(self.token_ids)} in {len(self.block_table)} blocks"
         return f"sequence {self.sequence_id} of {self.work.attempt_id} choice {choices} {self.phase} {counts}"
+
+
+def by_tenant(sequences: Iterable[Sequence]) -> dict[str, list[Sequence]]:
+    """Each tenant's, in the order given."""
+    lines: dict[str, list[Sequence]] = {}
+    for sequence in sequences:
+        lines.setdefault(sequence.work.tenant, []).append(sequence)
+    return lines

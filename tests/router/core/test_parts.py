@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from common.cores.fair_shares import FairShares
 from common.telemetry.metrics import Metrics
 from common.values.errors import Overloaded, WorkerFailed
 from common.values.ids import AttemptId, RequestId
@@ -28,7 +29,9 @@ def attempt_of(spec_name: str, ordinal: int, priority: int = 0, attempt: int = 0
 
 
 def test_queue_orders_by_priority_arrival_and_attempt_and_forgets_what_leaves() -> None:
-    queue = AttemptQueue()
+    shares = FairShares()
+    shares.begin({""})
+    queue = AttemptQueue(shares)
     entries = [attempt_of("a", 1, 1), attempt_of("b", 2), attempt_of("c", 3, -2), attempt_of("d", 4, 1)]
     for entry in entries:
         queue.add(*entry)
