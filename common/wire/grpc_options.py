@@ -12,6 +12,8 @@ PING_TIMEOUT_MS = 10_000
 # (router.worker_silence_s). A client gets no GOAWAY for pings of its server, so the interval may be short.
 PEER_PING_INTERVAL_MS = 2_000
 PEER_SILENCE_MS = 4_000
+# How long a connection may take to say that it speaks HTTP/2, TLS included.
+HANDSHAKE_LIMIT_MS = 10_000
 # Control messages between our own processes: a prompt of a million tokens fits. KV bytes never go over gRPC.
 MAX_INTERNAL_MESSAGE_BYTES = 64 << 20
 
@@ -34,6 +36,7 @@ def server_options(max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES) -> Optio
     """Options of a server."""
     return [
         ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_LIMIT_MS),
         ("grpc.http2.min_ping_interval_without_data_ms", SERVER_MIN_PING_INTERVAL_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", SERVER_MIN_PING_INTERVAL_MS),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -3,20 +3,26 @@
 Facts it is built on (torch 2.13): a send completes when the peer posts the matching receive; SIGKILL of the peer
 wakes both directions; an operation that times out closes the pair for both sides, so the group's timeout is the
 backstop that frees a stuck pair, not a deadline; a build blocks until both ends are there. Several operations are
-in flight: blocking sends of 384 KiB one at a time reach less than half of the bandwidth.
+in flight: blocking sends of 384 KiB one at a time reach less than half of the bandwidth. A device listens as long as it
+lives and keeps whoever connects and says nothing, so each link has one of its own, closed to newcomers once it stands.
 """
 
+import socket
+import threading
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from kvtransfer.links.ports import close_to_newcomers, listeners
 from kvtransfer.links.process_group import ProcessGroup, ProcessGroupLink
 from kvtransfer.links.waiter import Pending
 
 RECEIVER_RANK, SENDER_RANK = 0, 1
 _TAG = 0  # NCCL ignores tags: order alone decides
+_gloo: Any = c10d.ProcessGroupGloo  # its stub lacks the options that name the address
+_one_at_a_time = threading.Lock()
 
 
 def build_gloo_link(store: c10d.Store, rank: int, host: str, timeout_s: float, name: str) -> ProcessGroupLink:
@@ -24,12 +30,14 @@ def build_gloo_link(store: c10d.Store, rank: int, host: str, timeout_s: float, n
 
     `host` is the address of this end: gloo listens there and nowhere else.
     """
-    gloo: Any = c10d.ProcessGroupGloo  # its stub lacks the options that name the address
-    options = gloo._Options()
+    options = _gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
+    device, listener = _new_device(host)
+    options._devices = [device]
     options._threads = 1
-    group = gloo(store, rank, 2, options)
+    with listener:
+        group = _gloo(store, rank, 2, options)
+        close_to_newcomers(listener)
     peer_rank = 1 - rank
 
     def post_send(group: ProcessGroup, buffer: torch.Tensor) -> Pending:
@@ -41,3 +49,15 @@ def build_gloo_link(store: c10d.Store, rank: int, host: str, timeout_s: float, n
         return work
 
     return ProcessGroupLink(group, post_send, post_receive, name)
+
+
+def _new_device(host: str) -> tuple[Any, socket.socket]:
+    """A device and a duplicate of its listening socket: the one that was not there before."""
+    with _one_at_a_time:
+        before = listeners()
+        device = _gloo.create_device(hostname=host, lazy_init=False)
+        after = listeners()
+    for port, listener in (*before.items(), *after.items()):
+        if port in before:
+            listener.close()
+    return device, next(listener for port, listener in after.items() if port not in before)

@@ -148,8 +148,11 @@ class ReceiverSession:
         epoch = (await anext(requests)).open_link.epoch
         if not _EPOCH.fullmatch(epoch):
             raise SessionEnded(f"expected open_link with an epoch of 16 hex digits, got {epoch[:32]!r}")
-        await context.write(pb.ConnectResponse(link_accepted=pb.LinkAccepted(epoch=epoch)))
         self._prefix = link_prefix(self._peer, self._settings.ref, epoch)
+        self._shared.store.open()
+        # The other end may need the store a little longer than this one, and gives up after the time-out.
+        self._loop.call_later(2 * self._settings.link_timeout_s, self._shared.store.shut)
+        await context.write(pb.ConnectResponse(link_accepted=pb.LinkAccepted(epoch=epoch)))
         link = await build_link_off_loop(self._link_plan())
         if self._outcome.done():  # ended in the moment the link stood: no PeerReady after PeerLost
             link.close()

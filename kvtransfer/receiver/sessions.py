@@ -34,6 +34,8 @@ from kvtransfer.work_thread import WorkThread
 
 NetworkEffect = PostReceive | WriteChunk | DiscardChunk | SendAcknowledged | SendCancel | DropPeer
 JOIN_TIMEOUT_S = 5.0
+# A look at every descriptor of the process takes a millisecond.
+HANG_UP_INTERVAL_S = 1.0
 # Generated code has no types.
 _add_to_server: Any = handoff_pb2_grpc.add_HandoffServiceServicer_to_server
 
@@ -49,11 +51,12 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
             kv_packer(settings.cache),
             post,
             settings.new_staging_pool(),
-            RendezvousStore(settings.host, settings.link_timeout_s),
+            RendezvousStore(settings.host, settings.link_timeout_s, is_bounded=settings.transport == "gloo"),
             WorkThread("kv-receiver"),
         )
         self._peers: dict[WorkerRef, ReceiverSession] = {}
         self._is_closed = False
+        self._bounding = asyncio.create_task(self._bound_store(), name="rendezvous")
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service; before the server starts."""
@@ -77,6 +80,8 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
     async def close(self) -> None:
         """End every session and the store; waits for chunks that are being written. Later calls are refused."""
         self._is_closed = True
+        self._bounding.cancel()
+        await asyncio.wait({self._bounding})
         for peer in list(self._peers.values()):
             peer.end(STOPPING)
         self._shared.thread.close()
@@ -99,6 +104,11 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
         peer = self._peers[ref] = ReceiverSession(self._shared, ref, lambda: self._peers.__delitem__(ref))
         reason = await peer.run(requests, context)
         await context.abort(grpc.StatusCode.ABORTED, reason)
+
+    async def _bound_store(self) -> None:
+        while True:
+            await asyncio.sleep(HANG_UP_INTERVAL_S)
+            await asyncio.to_thread(self._shared.store.hang_up)
 
     def _write(self, effect: WriteChunk, buffer: torch.Tensor, codec: ChunkCodec) -> None:
         """In the thread: scatter, whatever has become of the peer. Ends in ChunkWritten."""

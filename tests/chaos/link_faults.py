@@ -113,7 +113,7 @@ def deafen_rendezvous(for_s: float) -> Act:
             if not stores:
                 raise Void("no store that listens")
             scene.begins()
-            with sockets.deaf(stores):
+            with sockets.unreachable(stores):
                 failures = _failures(rig)
                 await asyncio.sleep(for_s)
                 assert _failures(rig) == failures, "a pair that stood needed the store"

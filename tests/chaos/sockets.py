@@ -17,6 +17,7 @@ import psutil
 
 _PIDFD_GETFD = 438  # the number on every architecture
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER, _SO_MAX_PACING_RATE = 26, 27, 47
+_IP_MINTTL = 21
 _TCP_INFO_BYTES, _RETRANSMITS_AT = 104, 100
 _DROP_ALL = (0x06, 0, 0, 0)  # BPF: return 0 bytes of every packet
 
@@ -123,7 +124,7 @@ def black_hole(ends: Sequence[Connection]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deaf(held: Sequence[socket.socket]) -> Iterator[None]:
-    """The same for sockets; one that listens hears of nobody who wants to connect."""
+    """The same for sockets."""
     code = struct.pack("HBBI", *_DROP_ALL)
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxP", 1, ctypes.addressof(buffer))
@@ -135,6 +136,18 @@ def deaf(held: Sequence[socket.socket]) -> Iterator[None]:
         for each in held:
             with contextlib.suppress(OSError):  # its owner gave up meanwhile
                 each.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+
+@contextlib.contextmanager
+def unreachable(listening: Sequence[socket.socket]) -> Iterator[None]:
+    """Those that listen hear of nobody: every packet has come too far. Their owner may filter on its own."""
+    for each in listening:
+        each.setsockopt(socket.IPPROTO_IP, _IP_MINTTL, 255)
+    try:
+        yield
+    finally:
+        for each in listening:
+            each.setsockopt(socket.IPPROTO_IP, _IP_MINTTL, 0)
 
 
 @contextlib.contextmanager

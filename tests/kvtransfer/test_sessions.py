@@ -3,6 +3,7 @@
 import asyncio
 import random
 import signal
+import socket
 
 import grpc
 import pytest
@@ -40,6 +41,7 @@ from tests.kvtransfer.cluster import (
 )
 from tests.kvtransfer.decode_child import DecodeChild
 from tests.kvtransfer.links.link_tools import listening_addresses, num_fds, num_threads
+from tests.kvtransfer.links.test_ports import takes_nobody
 from tests.waiting import until
 
 
@@ -332,3 +334,18 @@ async def test_a_dead_or_frozen_decode_worker_ends_its_transfers_and_holds_up_no
         await check_works(cluster, "meanwhile")
         assert await cluster.until_ended(doomed) is TransferOutcome.LINK_LOST
         await check_works(cluster, "afterwards")
+
+
+async def test_the_rendezvous_port_is_open_while_a_link_is_made_and_keeps_no_stranger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtransfer.receiver.sessions.HANG_UP_INTERVAL_S", 0.05)
+    async with pair() as cluster:
+        store = cluster.decode.sessions._shared.store
+        assert takes_nobody(store.port)
+        store.open()
+        with socket.create_connection(("127.0.0.1", store.port), timeout=60) as stranger:
+            assert await asyncio.to_thread(stranger.recv, 1) == b""
+        store.shut()
+        await check_works(cluster, "a link is made")
+        assert not takes_nobody(store.port)
