@@ -26,6 +26,7 @@ def run_demo() -> int:
     progress("demo", "starting one prefill worker and one decode worker; about 15 seconds")
     code = run_local(config, progress, _ask)
     progress("demo", f"everything is stopped, no process is left; {time.monotonic() - began_s:.0f} s in all")
+    progress("demo", "next: pdserve up keeps a cluster running and prints what to ask it")
     return code
 
 

@@ -116,12 +116,19 @@ def ask(server: str, question: Ask, on_text: Callable[[str], None], timeout_s: f
     return answer
 
 
-def print_answer(server: str, question: Ask, *, as_json: bool, timeout_s: float | None = None) -> None:
-    """The whole command: stream the text, then the waterfall; or one JSON object."""
+def run_generate(server: str, question: Ask, *, as_json: bool, timeout_s: float | None) -> None:
+    """`pdserve generate`: the answer, and how to see more of it."""
+    answer = print_answer(server, question, as_json=as_json, timeout_s=timeout_s)
+    if not as_json:
+        print(f"more: pdserve explain {answer.request_id}")
+
+
+def print_answer(server: str, question: Ask, *, as_json: bool, timeout_s: float | None = None) -> Answer:
+    """Stream the text, then the waterfall; or one JSON object."""
     answer = ask(server, question, _ignore if as_json else _print_piece, timeout_s)
     if as_json:
         print(json.dumps(answer.as_json()))
-        return
+        return answer
     print("\n")
     print("\n".join(render(answer.waterfall())))
     usage = answer.finished.usage
@@ -129,7 +136,7 @@ def print_answer(server: str, question: Ask, *, as_json: bool, timeout_s: float 
         f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), answer {usage.completion_tokens}; "
         f"prefill on {answer.accepted.prefill_worker_id or 'nobody'}, decode on {answer.accepted.decode_worker_id}"
     )
-    print(f"more: pdserve explain {answer.request_id}")
+    return answer
 
 
 def _channel(address: str, *, is_tls: bool) -> grpc.Channel:

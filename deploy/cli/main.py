@@ -144,10 +144,10 @@ def generate(
 ) -> None:
     """Ask over gRPC; then show where the time went."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is loaded: errors are said in our own words
-    from deploy.cli.generate import Ask, print_answer
+    from deploy.cli.generate import Ask, run_generate
 
     question = Ask(prompt, chat, max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
-    print_answer(server, question, as_json=json, timeout_s=timeout)
+    run_generate(server, question, as_json=json, timeout_s=timeout)
 
 
 @app.command()

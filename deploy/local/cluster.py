@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,9 @@ def run_local(config: ClusterConfig, report: Report, use: Use) -> int:
             return _run_services(config, report, use, parent_pid)
     except Interrupted as signal:
         report("pdserve", f"stopped ({signal}) while starting")
-        return 0
+        # Not a normal exit: threads of a Ray that has half begun crash at times when the interpreter ends.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def _run_services(config: ClusterConfig, report: Report, use: Use, parent_pid: int) -> int:

@@ -108,7 +108,7 @@ class LocalPlacement:
         return
 
     def what_it_waits_for(self, role: Role) -> str:
-        return f"its process has not begun; the last line of Ray's logs: {last_line_below(self._log_dir)}"
+        return f"its process says nothing yet; the last line of the logs: {last_line_below(self._log_dir)}"
 
 
 class ClusterPlacement:
@@ -186,7 +186,7 @@ def tell_apart(actors: Sequence[NamedActor], ask: Ask) -> tuple[list[FoundWorker
 
 
 def last_line_below(directory: Path) -> str:
-    """The last line of the log that was written to last, with its file's name."""
+    """The last line of the log that was written to last, with its file's name; Ray's marks (`:job_id:`) are none."""
     logs = [path for pattern in _TELLING_LOGS for path in directory.glob(pattern) if path.stat().st_size]
     if not logs:
         return f"there is none below {directory}"
@@ -198,7 +198,7 @@ def _last_line(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(":")), "")
 
 
 def _ask(actors: Sequence[NamedActor], limit_s: float) -> list[tuple[Role, str] | None]:

@@ -9,7 +9,7 @@ import pytest
 
 from common.wire.pb import generation_pb2 as pb
 from common.wire.pb import generation_pb2_grpc
-from deploy.cli.generate import Ask, GenerateFailed, ask, print_answer
+from deploy.cli.generate import Ask, GenerateFailed, ask, print_answer, run_generate
 
 
 class Scripted(generation_pb2_grpc.GenerationServiceServicer):
@@ -86,7 +86,7 @@ def test_options_become_fields_and_what_was_not_given_stays_absent(server: str, 
 
 
 def test_people_see_text_then_waterfall_then_who_did_it(server: str, capsys: pytest.CaptureFixture[str]) -> None:
-    print_answer(server, Ask("?"), as_json=False)
+    run_generate(server, Ask("?"), as_json=False, timeout_s=None)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Paris it is."
     labels = [line.split("|")[0].strip() for line in lines if "|" in line]

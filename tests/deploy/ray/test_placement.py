@@ -80,7 +80,7 @@ def test_the_last_line_of_the_log_that_was_written_to_last_says_why_nothing_star
     assert "there is none" in last_line_below(tmp_path)
     for age_s, name, text in (
         (9, "raylet.err", "old\n"),
-        (5, "worker-1.err", "one\nexec: no such file\n\n"),
+        (5, "worker-1.err", "one\nexec: no such file\n:job_id:01\n\n"),
         (1, "gcs.out", "x"),
     ):
         (tmp_path / name).write_text(text)
