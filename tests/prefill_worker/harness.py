@@ -158,7 +158,7 @@ def failed_result(plan: StepPlan, nan: set[int], token_id: int = 3) -> StepResul
     rows = [
         SequenceResult(s.sequence_id, error="not finite")
         if s.sequence_id in nan
-        else SequenceResult(s.sequence_id, tuple(SampledToken(token_id) for _ in s.samples))
+        else SequenceResult(s.sequence_id, tuple((SampledToken(token_id),) for _ in s.samples))
         for s in plan.sequences
         if s.samples
     ]

@@ -106,8 +106,9 @@ class FakeRunner:
             return SequenceResult(sequence.sequence_id, error="logits are not finite")
         num_tokens = sequence.start + len(sequence.token_ids)
         values = [self.kv.read(sequence.block_table, position) for position in range(num_tokens)]
-        tokens = tuple(SampledToken(draw(values, spec)) for spec in sequence.samples)
-        return SequenceResult(sequence.sequence_id, tokens)
+        return SequenceResult(
+            sequence.sequence_id, tuple((SampledToken(draw(values, spec)),) for spec in sequence.samples)
+        )
 
 
 def _check_no_slot_is_written_twice(plan: StepPlan, block_size: int) -> None:

@@ -84,7 +84,7 @@ class LayeredEngine:
         rows = [
             [self.read(layer, sequence.block_table, position) for position in range(end)] for layer in range(NUM_LAYERS)
         ]
-        return SequenceResult(sequence.sequence_id, tuple(_sampled(rows, spec) for spec in sequence.samples))
+        return SequenceResult(sequence.sequence_id, tuple((_sampled(rows, spec),) for spec in sequence.samples))
 
 
 def read_chunk(engine: LayeredEngine, chunk: Chunk, table: tuple[int, ...]) -> Payload:

@@ -11,7 +11,7 @@ from common.values.request import SampledToken, SamplingParams, Work
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """Draw one token from the logits of a sequence's last scheduled token.
+    """Draw one token from the logits of one scheduled token.
 
     `position` is the output position of the token to draw (noise and min_tokens depend on it).
     `token_ids` (prompt and output so far) is set only when the params have penalties.
@@ -32,8 +32,13 @@ class ScheduledSequence:
 
     `token_ids[i]` stands at position `start + i`; the KV of positions < `start` is in place.
     `block_tables` has one table per group of the model's `KVSpec`: its entry j is the block of positions
-    [j * block_size, (j + 1) * block_size), and it covers every position up to `start + len(token_ids)`.
-    No samples = a prefill chunk that does not end the prompt.
+    [j * block_size, (j + 1) * block_size), and it covers every position up to `start + num_new`.
+    `samples` are drawn from the last token's logits, one per choice; () = a prefill chunk that does not end the prompt.
+
+    `draft_token_ids` are guesses at what follows, verified in the same pass: there is one choice then, and `samples`
+    has one entry for the last token and one for each draft, as if all drafts before it were right. A draft is accepted
+    exactly if it is the token that is drawn at its position, so the output is the same with and without drafts. KV of
+    what is not accepted is written over by the next step.
     """
 
     sequence_id: int
@@ -41,6 +46,25 @@ class ScheduledSequence:
     start: int
     block_tables: tuple[tuple[int, ...], ...]
     samples: tuple[SampleSpec, ...] = ()
+    draft_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.draft_token_ids and len(self.samples) != 1 + len(self.draft_token_ids):
+            raise ValueError(f"{len(self.samples)} samples for {len(self.draft_token_ids)} drafts")
+
+    @property
+    def new_token_ids(self) -> tuple[int, ...]:
+        """All that is computed: the tokens from `start` on."""
+        return self.token_ids + self.draft_token_ids
+
+    @property
+    def num_new(self) -> int:
+        return len(self.token_ids) + len(self.draft_token_ids)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that are wanted: of the last so many new tokens."""
+        return 1 + len(self.draft_token_ids) if self.samples else 0
 
     @property
     def block_table(self) -> tuple[int, ...]:
@@ -62,16 +86,25 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(sequence.token_ids) for sequence in self.sequences)
+        return sum(sequence.num_new for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceResult:
-    """Samples in the order of the spec. `error` is set, and `tokens` empty, when the row was not finite."""
+    """What was drawn. `error` is set, and `runs` empty, when the first row was not finite.
+
+    A run is what one choice goes on with: the accepted drafts and the token after them, so one token without drafts.
+    It may reach beyond the choice's end, and it is shorter when the row after an accepted draft is not finite.
+    """
 
     sequence_id: int
-    tokens: tuple[SampledToken, ...] = ()
+    runs: tuple[tuple[SampledToken, ...], ...] = ()  # per choice, in the order of the samples
     error: str | None = None
+
+    @property
+    def tokens(self) -> tuple[SampledToken, ...]:
+        """The first token of each choice: all there is without drafts."""
+        return tuple(run[0] for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +128,11 @@ def sample_spec(work: Work, choice_idx: int, token_ids: Sequence[int]) -> Sample
         token_ids=tuple(token_ids) if params.has_penalties else (),
         banned_token_ids=params.banned_token_ids(token_ids, position),
     )
+
+
+def draft_specs(
+    work: Work, choice_idx: int, token_ids: Sequence[int], draft_token_ids: Sequence[int]
+) -> tuple[SampleSpec, ...]:
+    """The `samples` of a sequence with drafts: `sample_spec` after `token_ids`, and after each draft."""
+    known = [*token_ids, *draft_token_ids]
+    return tuple(sample_spec(work, choice_idx, known[:end]) for end in range(len(token_ids), len(known) + 1))

@@ -51,17 +51,16 @@ class ModelRunner:
         self, sequences: Sequence[ScheduledSequence], layer_hook: LayerHook | None
     ) -> tuple[SequenceResult, ...]:
         batch = build_batch(sequences, self._cache.block_size, self._device.place)
-        token_ids = self._int64([token_id for seq in sequences for token_id in seq.token_ids])
-        ends = accumulate(len(seq.token_ids) for seq in sequences)
-        sampled = [(seq, end - 1) for seq, end in zip(sequences, ends, strict=True) if seq.samples]
-        rows = [row for _, row in sampled]
-        has_all_rows = layer_hook is None and len(sampled) == len(sequences)
+        token_ids = self._int64([token_id for seq in sequences for token_id in seq.new_token_ids])
+        ends = accumulate(seq.num_new for seq in sequences)
+        rows = [row for seq, end in zip(sequences, ends, strict=True) for row in range(end - seq.num_logits, end)]
+        has_all_rows = layer_hook is None and len(rows) == len(token_ids)
         if has_all_rows and self._graphs is not None and self._graphs.can_run(batch):
             logits = self._graphs.run(token_ids, batch)
         else:
             hook = _marking(self._cache.fence, layer_hook) if self._cache.fence is not None else layer_hook
             logits = self._model.forward(token_ids, batch, self._cache.layers, self._int64(rows), hook)
-        return _sample([seq for seq, _ in sampled], logits, self._device.draws)
+        return _sample([seq for seq in sequences if seq.samples], logits, self._device.draws)
 
     def _int64(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device.place)
@@ -82,8 +81,8 @@ def build_batch(
     sequences: Sequence[ScheduledSequence], block_size: int, device: torch.device | str = "cpu"
 ) -> AttentionBatch:
     """Where every token of the step stands. Raises ValueError when a block table is too short."""
-    lens = [seq.start + len(seq.token_ids) for seq in sequences]
-    num_new = torch.tensor([len(seq.token_ids) for seq in sequences])
+    lens = [seq.start + seq.num_new for seq in sequences]
+    num_new = torch.tensor([seq.num_new for seq in sequences])
     cu_seqlens = torch.zeros(len(sequences) + 1, dtype=torch.int32)
     torch.cumsum(num_new, 0, out=cu_seqlens[1:])
     block_tables = _pad_tables(sequences, lens, block_size)
@@ -116,18 +115,36 @@ def _pad_tables(sequences: Sequence[ScheduledSequence], lens: list[int], block_s
 def _sample(
     sequences: list[ScheduledSequence], logits: torch.Tensor, draws: DrawCandidates | None
 ) -> tuple[SequenceResult, ...]:
-    """One row of logits serves all samples of its sequence."""
+    """One row of logits serves all choices of its sequence; with drafts there is one for each sample."""
     specs: list[SampleSpec] = [spec for seq in sequences for spec in seq.samples]
-    if len(specs) > len(sequences):
-        counts = torch.tensor([len(seq.samples) for seq in sequences], device=logits.device)
-        logits = logits.repeat_interleave(counts, dim=0)
+    if len(specs) > logits.shape[0]:
+        uses = [1 if seq.draft_token_ids else len(seq.samples) for seq in sequences for _ in range(seq.num_logits)]
+        logits = logits.repeat_interleave(torch.tensor(uses, device=logits.device), dim=0)
     drawn = iter(sample(logits, specs, draws))
     return tuple(_result(seq, [next(drawn) for _ in seq.samples]) for seq in sequences)
 
 
 def _result(sequence: ScheduledSequence, drawn: list[SampledToken | SampleError]) -> SequenceResult:
+    if sequence.draft_token_ids:
+        drawn = _verified(sequence.draft_token_ids, drawn)
     errors = [token.reason for token in drawn if isinstance(token, SampleError)]
     if errors:
         return SequenceResult(sequence.sequence_id, error=errors[0])
     tokens = tuple(token for token in drawn if isinstance(token, SampledToken))
-    return SequenceResult(sequence.sequence_id, tokens)
+    runs = (tokens,) if sequence.draft_token_ids else tuple((token,) for token in tokens)
+    return SequenceResult(sequence.sequence_id, runs)
+
+
+def _verified(
+    draft_token_ids: tuple[int, ...], drawn: list[SampledToken | SampleError]
+) -> list[SampledToken | SampleError]:
+    """What was drawn as long as every draft before it is what was drawn at its position; an error counts at first only.
+
+    An error behind an accepted draft is found again by the next step, which begins with that row.
+    """
+    run = drawn[:1]
+    for draft, token, following in zip(draft_token_ids, drawn[:-1], drawn[1:], strict=True):
+        if isinstance(token, SampleError) or token.token_id != draft or isinstance(following, SampleError):
+            break
+        run.append(following)
+    return run

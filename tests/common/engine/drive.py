@@ -43,7 +43,8 @@ class Generation:
 
     def accept(self, result: SequenceResult) -> None:
         assert result.error is None, result.error
-        self.tokens.extend(result.tokens)
+        (run,) = result.runs
+        self.tokens.extend(run)
 
 
 def blocks_for(lens: list[int], block_size: int, num_blocks: int) -> list[tuple[int, ...]]:

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan
+from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, draft_specs
 from common.engine.executor.runner import build_batch
 from common.engine.loading import LoadedModel, load_model
+from common.engine.model.decoder import Decoder
 from common.values.config import ModelConfig, WorkerConfig
-from common.values.request import SamplingParams
+from common.values.ids import AttemptId, RequestId
+from common.values.request import SamplingParams, Work
 from tests.caches import blocks_hold, fill, fill_block
 from tests.common.engine.drive import Generation, blocks_for, run_all
 from tests.interpreter import import_triton_interpreted
@@ -214,3 +216,106 @@ def test_layers_are_marked_before_anybody_hears_of_them(loaded: LoadedModel) -> 
     assert log == ["mark 1", 1, "mark 2", 2, "mark step"]
     loaded.runner.run(plan)
     assert log[5:] == ["mark 1", "mark 2", "mark step"]
+
+
+@pytest.fixture
+def answer(model_path: Path) -> dict[SamplingParams, list[int]]:
+    return {params: generate(model_path, PROMPTS[0], params)[0] for params in (GREEDY, SEEDED, PENALIZED)}
+
+
+def work_of(prompt: list[int], params: SamplingParams) -> Work:
+    attempt_id = AttemptId(RequestId("a"), 0)
+    return Work(attempt_id, tuple(prompt), len(prompt), params)
+
+
+def wrong(token_id: int) -> int:
+    return token_id % 200 + 3
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2, 3])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALIZED], ids=["greedy", "seeded", "penalized"])
+def test_output_is_the_same_with_drafts_and_each_right_one_saves_a_step(
+    loaded: LoadedModel, answer: dict[SamplingParams, list[int]], params: SamplingParams, num_right: int
+) -> None:
+    """3 drafts in every step, of which the first `num_right` are right and the rest wrong; another sequence beside."""
+    work = work_of(PROMPTS[0], params)
+    table, other = (9, 3, 20), Generation(PROMPTS[2], replace(GREEDY, max_tokens=200), (30, 31, 32, 33, 34, 35, 36, 37))
+    tokens, num_done, num_steps, logprobs = list(PROMPTS[0]), 0, 0, []
+    while len(tokens) - len(PROMPTS[0]) < params.max_tokens:
+        position = len(tokens) - len(PROMPTS[0])
+        truth = (answer[params] + [5] * 4)[position : position + 3]
+        drafts = tuple(t if idx < num_right else wrong(t) for idx, t in enumerate(truth))
+        samples = draft_specs(work, 0, tokens, drafts)
+        sequence = ScheduledSequence(1, tuple(tokens[num_done:]), num_done, (table,), samples, drafts)
+        mine, beside = loaded.runner.run(StepPlan(num_steps, (sequence, other.schedule(2, 64)))).results
+        other.accept(beside)
+        (run,) = mine.runs
+        assert len(run) == num_right + 1
+        num_done = len(tokens)
+        tokens += [token.token_id for token in run]
+        logprobs += [token.logprob for token in run]
+        num_done += len(run) - 1
+        num_steps += 1
+    assert tokens[len(PROMPTS[0]) :][: params.max_tokens] == answer[params]
+    assert num_steps == -(-params.max_tokens // (num_right + 1))
+    assert (logprobs[0] is None) == (params.num_logprobs is None)
+
+
+def test_the_other_sequences_of_a_step_with_drafts_get_their_own_rows(
+    loaded: LoadedModel, model_path: Path, answer: dict[SamplingParams, list[int]]
+) -> None:
+    """Before and behind: a chunk without samples, and two choices of one prompt from one row."""
+    work, drafts = work_of(PROMPTS[0], SEEDED), tuple(answer[SEEDED][:2])
+    choices = tuple(SampleSpec(choice, 0, SEEDED) for choice in (0, 1))
+    sequences = (
+        ScheduledSequence(1, (8, 9, 10), 0, ((2,),)),
+        ScheduledSequence(2, tuple(PROMPTS[0]), 0, ((3, 4),), draft_specs(work, 0, PROMPTS[0], drafts), drafts),
+        ScheduledSequence(3, tuple(PROMPTS[2]), 0, ((5, 6, 7, 8, 9),), choices),
+    )
+    drafted, forked = loaded.runner.run(StepPlan(0, sequences)).results
+    assert [[token.token_id for token in run] for run in drafted.runs] == [answer[SEEDED][:3]]
+    expected = [tokens[:1] for tokens in generate(model_path, PROMPTS[2], SEEDED, (0, 1))]
+    assert [[token.token_id for token in run] for run in forked.runs] == expected
+
+
+def test_a_bad_word_is_not_drawn_behind_the_draft_that_begins_it(
+    loaded: LoadedModel, answer: dict[SamplingParams, list[int]]
+) -> None:
+    """The rows behind drafts know the drafts: what may not follow them is not drawn."""
+    first, second = answer[GREEDY][:2]
+    params = replace(GREEDY, bad_words=((first, second),))
+    samples = draft_specs(work_of(PROMPTS[0], params), 0, PROMPTS[0], (first, second))
+    sequence = ScheduledSequence(1, tuple(PROMPTS[0]), 0, ((3, 4),), samples, (first, second))
+    (result,) = loaded.runner.run(StepPlan(0, (sequence,))).results
+    (run,) = result.runs
+    assert run[0].token_id == first
+    assert len(run) == 2
+    assert run[1].token_id != second
+
+
+def test_an_error_behind_an_accepted_draft_leaves_what_was_drawn_before_it(
+    loaded: LoadedModel, answer: dict[SamplingParams, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = tuple(answer[GREEDY][:2])
+    samples = draft_specs(work_of(PROMPTS[0], GREEDY), 0, PROMPTS[0], drafts)
+    plan = StepPlan(0, (ScheduledSequence(1, tuple(PROMPTS[0]), 0, ((3, 4),), samples, drafts),))
+    forward = Decoder.forward
+
+    def run_with_nan_in(row: int) -> SequenceResult:
+        def spoiled(*arguments: Any) -> torch.Tensor:
+            logits = forward(*arguments)
+            logits[row] = torch.nan
+            return logits
+
+        monkeypatch.setattr(Decoder, "forward", spoiled)
+        (result,) = loaded.runner.run(plan).results
+        return result
+
+    assert [[token.token_id for token in run] for run in run_with_nan_in(1).runs] == [answer[GREEDY][:1]]
+    assert [[token.token_id for token in run] for run in run_with_nan_in(2).runs] == [answer[GREEDY][:2]]
+    assert run_with_nan_in(0) == SequenceResult(1, error="logits are not finite")
+
+
+def test_drafts_without_a_sample_for_each_are_a_bug() -> None:
+    with pytest.raises(ValueError, match="1 samples for 2 drafts"):
+        ScheduledSequence(1, (5,), 0, ((1,),), (SampleSpec(0, 0, GREEDY),), (6, 7))
