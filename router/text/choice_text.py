@@ -128,6 +128,17 @@ class _TokenQueue:
         self._num_chars = 0
         self._num_visible = 0
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self._unresolved or self._resolved)
+
+    def pass_by(self, text: str) -> int:
+        """A token that leaves at once with its text, while the queue is empty; returns its offset."""
+        offset = self._num_visible
+        self._num_visible += len(text)
+        self._num_chars += len(text)
+        return offset
+
     def push(self, token: SampledToken, text: str, hidden_text: str, *, is_waiting: bool) -> None:
         """`text` is the client's, `hidden_text` for stop strings only; with `is_waiting` more of `text` is to come."""
         self._unresolved.append((token, self._num_visible))
@@ -159,6 +170,7 @@ class ChoiceText:
         self._choice_idx = choice_idx
         self._options = options
         self._token_texts = token_texts
+        self._is_plain = options.return_text and not options.stops
         self._needs_text = options.return_text or bool(options.stops)
         self._detokenizer = Detokenizer(token_texts, context, skip_special_tokens=options.skip_special_tokens)
         self._scanner = StopScanner(options.stops, include_stop=options.include_stop)
@@ -175,6 +187,8 @@ class ChoiceText:
         self.num_tokens += 1
         if not self._needs_text:
             return self._without_text(event)
+        if event.finish_reason is None and self._is_plain:
+            return self._plain(event.token)
         text, hidden_text = self._texts(event)
         self._queue.push(event.token, text, hidden_text, is_waiting=self._detokenizer.is_waiting)
         return self._show(event, self._scan(text, hidden_text))
@@ -185,6 +199,16 @@ class ChoiceText:
             return None
         tail = self._scanner.flush() + self._detokenizer.flush() if self._needs_text else ""
         return self._ended(tail, ChoiceEnd(None, self.num_tokens), self._queue.take_all())
+
+    def _plain(self, token: SampledToken) -> ChoiceDelta | None:
+        """Most tokens: nothing looks for stop strings, so each leaves as soon as its text is complete."""
+        text = self._detokenizer.push(token.token_id)
+        if self._queue.is_empty and not self._detokenizer.is_waiting:
+            self._num_given_chars += len(text)
+            return ChoiceDelta(self._choice_idx, (token,), text, None, (self._queue.pass_by(text),))
+        self._queue.push(token, text, "", is_waiting=self._detokenizer.is_waiting)
+        entries = self._queue.take(0)
+        return self._delta(entries, text) if entries or text else None
 
     def _scan(self, text: str, hidden_text: str) -> Scan:
         may_stop = self.num_tokens >= self._options.min_tokens
