@@ -13,6 +13,7 @@ from common.engine.kv.cache import KVCache
 from common.tls.identity import Component, Identity
 from common.values.errors import PeerError
 from common.values.ids import WorkerRef
+from common.values.ranks import WHOLE, Rank
 from common.values.request import Fingerprint
 from kvtransfer.chunk.aead import AeadKind
 from kvtransfer.chunk.staging import StagingPool
@@ -32,6 +33,7 @@ class SessionSettings:
     ref: WorkerRef
     fingerprint: Fingerprint
     cache: KVCache
+    rank: Rank = WHOLE  # of the process that these sessions are of
     host: str = "127.0.0.1"
     transport: str = "gloo"
     digest: bool = True

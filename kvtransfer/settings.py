@@ -19,6 +19,7 @@ def session_settings(config: WorkerConfig, loaded: LoadedModel, ref: WorkerRef) 
         ref=ref,
         fingerprint=loaded.fingerprint,
         cache=loaded.cache,
+        rank=loaded.runner.rank,
         host=config.host,
         transport=config.transport,
         digest=config.digest,

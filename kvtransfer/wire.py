@@ -4,6 +4,7 @@ Whatever a peer sends is checked here for shape: a message without content raise
 """
 
 from common.values.ids import AttemptId, RequestId, TransferId, WorkerRef
+from common.values.ranks import Rank
 from common.values.request import Fingerprint, SampledToken
 from common.wire.pb import handoff_pb2 as pb
 from kvtransfer.events import (
@@ -74,19 +75,26 @@ def event_of_response(response: pb.ConnectResponse) -> Answer:
             raise ValueError(f"expected acknowledged or cancel, got {other}")
 
 
-def sender_hello(ref: WorkerRef, fingerprint: Fingerprint) -> pb.ConnectRequest:
-    hello = pb.SenderHello(worker_id=ref.worker_id, incarnation=ref.incarnation, fingerprint=dict(fingerprint.fields))
+def sender_hello(ref: WorkerRef, fingerprint: Fingerprint, rank: Rank) -> pb.ConnectRequest:
+    hello = pb.SenderHello(
+        worker_id=ref.worker_id,
+        incarnation=ref.incarnation,
+        fingerprint=dict(fingerprint.fields),
+        rank=rank.rank,
+        world_size=rank.world_size,
+    )
     return pb.ConnectRequest(hello=hello)
 
 
-def parse_sender_hello(request: pb.ConnectRequest) -> tuple[WorkerRef, Fingerprint]:
-    """Raises ValueError unless it is a hello with a worker id and an incarnation."""
+def parse_sender_hello(request: pb.ConnectRequest) -> tuple[WorkerRef, Fingerprint, Rank]:
+    """Raises ValueError unless it is a hello with a worker id, an incarnation and a rank."""
     if not request.HasField("hello"):
         raise ValueError(f"expected hello, got {request.WhichOneof('message')}")
     hello = request.hello
     if not (hello.worker_id and hello.incarnation):
         raise ValueError("hello without worker_id or incarnation")
-    return WorkerRef(hello.worker_id, hello.incarnation), Fingerprint(tuple(sorted(hello.fingerprint.items())))
+    fingerprint = Fingerprint(tuple(sorted(hello.fingerprint.items())))
+    return WorkerRef(hello.worker_id, hello.incarnation), fingerprint, Rank(hello.rank, hello.world_size)
 
 
 def _transfer_id_to_pb(transfer_id: TransferId) -> pb.TransferId:

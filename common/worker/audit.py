@@ -6,6 +6,7 @@ from typing import Any
 from common.engine.kv.block_pool import PoolStats
 from common.values.ids import WorkerRef
 from common.values.messages import BlockHolder, Role, WorkerInfo
+from common.values.ranks import WHOLE, Rank
 from common.wire.codec import derive
 from common.wire.pb import worker_pb2 as pb
 from common.worker.core import WorkerCore
@@ -20,16 +21,17 @@ class Audit:
     pool: PoolStats
     holders: tuple[BlockHolder, ...]
     problems: tuple[str, ...]
+    rank: Rank = WHOLE  # whose cache was counted
 
 
-def audit(info: WorkerInfo, core: WorkerCore[Any], now_s: float) -> Audit:
+def audit(info: WorkerInfo, core: WorkerCore[Any], now_s: float, rank: Rank = WHOLE) -> Audit:
     """Take stock between two events. O(num_blocks)."""
     try:
         core.check_invariants()
         problems: tuple[str, ...] = ()
     except AssertionError as error:
         problems = (str(error) or "an invariant does not hold",)
-    return Audit(info.ref, info.role, core.pool.stats(), tuple(core.holders(now_s)), problems)
+    return Audit(info.ref, info.role, core.pool.stats(), tuple(core.holders(now_s)), problems, rank)
 
 
 AUDIT = derive(Audit, pb.AuditResponse)

@@ -83,7 +83,7 @@ class RoleShell:
         return with_health(self._core.stats(time.monotonic()), self._executor.step_age_s, self._context.config)
 
     def audit(self, info: WorkerInfo) -> Audit:
-        return audit(info, self._core, time.monotonic())
+        return audit(info, self._core, time.monotonic(), self._context.loaded.runner.rank)
 
     def cached_hashes(self) -> Sequence[BlockHash]:
         return self._core.pool.cached_hashes()

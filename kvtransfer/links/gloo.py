@@ -19,13 +19,13 @@ from kvtransfer.links.ports import close_to_newcomers, listeners
 from kvtransfer.links.process_group import ProcessGroup, ProcessGroupLink
 from kvtransfer.links.waiter import Pending
 
-RECEIVER_RANK, SENDER_RANK = 0, 1
+RECEIVER_END, SENDER_END = 0, 1  # ranks of the link's own process group
 _TAG = 0  # NCCL ignores tags: order alone decides
 _gloo: Any = c10d.ProcessGroupGloo  # its stub lacks the options that name the address
 _one_at_a_time = threading.Lock()
 
 
-def build_gloo_link(store: c10d.Store, rank: int, host: str, timeout_s: float, name: str) -> ProcessGroupLink:
+def build_gloo_link(store: c10d.Store, end: int, host: str, timeout_s: float, name: str) -> ProcessGroupLink:
     """Blocks until the peer builds its end, at most `timeout_s`; raises RuntimeError when it does not.
 
     `host` is the address of this end: gloo listens there and nowhere else.
@@ -36,16 +36,16 @@ def build_gloo_link(store: c10d.Store, rank: int, host: str, timeout_s: float, n
     options._devices = [device]
     options._threads = 1
     with listener:
-        group = _gloo(store, rank, 2, options)
+        group = _gloo(store, end, 2, options)
         close_to_newcomers(listener)
-    peer_rank = 1 - rank
+    other_end = 1 - end
 
     def post_send(group: ProcessGroup, buffer: torch.Tensor) -> Pending:
-        work: Pending = group.send([buffer], peer_rank, _TAG)
+        work: Pending = group.send([buffer], other_end, _TAG)
         return work
 
     def post_receive(group: ProcessGroup, buffer: torch.Tensor) -> Pending:
-        work: Pending = group.recv([buffer], peer_rank, _TAG)
+        work: Pending = group.recv([buffer], other_end, _TAG)
         return work
 
     return ProcessGroupLink(group, post_send, post_receive, name)

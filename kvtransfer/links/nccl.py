@@ -34,23 +34,21 @@ class StreamPending:
         self._event.synchronize()
 
 
-def build_nccl_link(
-    store: c10d.Store, rank: int, device: torch.device, timeout_s: float, name: str
-) -> ProcessGroupLink:
+def build_nccl_link(store: c10d.Store, end: int, device: torch.device, timeout_s: float, name: str) -> ProcessGroupLink:
     """Blocks until both ends are there; raises RuntimeError when NCCL is absent or the peer does not come."""
     if not is_nccl_available():
         raise RuntimeError("transport nccl needs a CUDA build of torch and a GPU")
     nccl: Any = c10d.ProcessGroupNCCL  # absent from CPU builds
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    group = nccl(store, rank, 2, options)
+    group = nccl(store, end, 2, options)
     cuda: Any = torch.cuda  # its classes are untyped
     streams = {"send": cuda.Stream(device), "receive": cuda.Stream(device)}
-    peer_rank = 1 - rank
+    other_end = 1 - end
 
     def start(direction: str, operation: Any, buffer: torch.Tensor) -> Pending:
         with torch.cuda.stream(streams[direction]):
-            work: Pending = operation([buffer], peer_rank, 0)
+            work: Pending = operation([buffer], other_end, 0)
         return StreamPending(work, streams[direction], cuda.Event())
 
     def post_send(group: ProcessGroup, buffer: torch.Tensor) -> Pending:

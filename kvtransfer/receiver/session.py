@@ -14,6 +14,7 @@ import torch
 
 from common.telemetry.logs import get_logger
 from common.values.ids import TransferId, WorkerRef
+from common.values.ranks import Rank
 from common.wire.pb import handoff_pb2 as pb
 from kvtransfer import wire
 from kvtransfer.chunk.aead import KEY_BYTES, Aead
@@ -31,7 +32,7 @@ from kvtransfer.events import (
     SendCancel,
 )
 from kvtransfer.links.build import LinkPlan, accepts_shorter
-from kvtransfer.links.gloo import RECEIVER_RANK
+from kvtransfer.links.gloo import RECEIVER_END
 from kvtransfer.links.protocol import Link
 from kvtransfer.links.rendezvous import RendezvousStore
 from kvtransfer.session import (
@@ -72,10 +73,12 @@ class ReceiverShared:
 class ReceiverSession:
     """One peer's session. `_outcome` is what ends it: the first reason wins."""
 
-    def __init__(self, shared: ReceiverShared, peer: WorkerRef, on_ended: Callable[[], None]) -> None:
+    def __init__(self, shared: ReceiverShared, peer: WorkerRef, rank: Rank, on_ended: Callable[[], None]) -> None:
+        """`rank`: the peer's."""
         self._shared = shared
         self._settings = shared.settings
         self._peer = peer
+        self._peer_rank = rank
         self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
         self._key = secrets.token_bytes(KEY_BYTES)
@@ -143,6 +146,8 @@ class ReceiverSession:
             transport=self._settings.transport,
             aead_key=self._key,
             aead_kind=self._settings.aead_kind,
+            rank=self._settings.rank.rank,
+            world_size=self._settings.rank.world_size,
         )
         await context.write(pb.ConnectResponse(hello=hello))
         epoch = (await anext(requests)).open_link.epoch
@@ -165,10 +170,12 @@ class ReceiverSession:
             store_host=self._shared.store.host,
             store_port=self._shared.store.port,
             prefix=self._prefix,
-            rank=RECEIVER_RANK,
+            end=RECEIVER_END,
             host=self._settings.host,
             device=self._settings.cache.device,
             timeout_s=self._settings.link_timeout_s,
+            sender=self._peer_rank,
+            receiver=self._settings.rank,
         )
 
     async def _write(self, context: Context) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from common.telemetry.logs import get_logger
 from common.values.ids import WorkerRef
+from common.values.ranks import Rank
 from common.wire.pb import handoff_pb2_grpc
 from kvtransfer import wire
 from kvtransfer.chunk.codec import ChunkCodec
@@ -96,12 +97,12 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
     async def Connect(self, request_iterator: Requests, context: Context) -> None:
         """One prefill worker's control stream, until either side ends it."""
         requests = aiter(request_iterator)
-        ref = await self._admit(requests, context)
+        ref, rank = await self._admit(requests, context)
         if self._is_closed:
             await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
         if (old := self._peers.get(ref)) is not None:
             old.end("the peer connected again")
-        peer = self._peers[ref] = ReceiverSession(self._shared, ref, lambda: self._peers.__delitem__(ref))
+        peer = self._peers[ref] = ReceiverSession(self._shared, ref, rank, lambda: self._peers.__delitem__(ref))
         reason = await peer.run(requests, context)
         await context.abort(grpc.StatusCode.ABORTED, reason)
 
@@ -116,14 +117,14 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
         self._shared.pool.release(buffer)
         call_in_loop(self._loop, self._shared.post, ChunkWritten(effect.transfer_id, effect.chunk.seq))
 
-    async def _admit(self, requests: Requests, context: Context) -> WorkerRef:
+    async def _admit(self, requests: Requests, context: Context) -> tuple[WorkerRef, Rank]:
         """Read the hello; refuse a worker whose KV is not ours, naming what differs and both values."""
         try:
             async with asyncio.timeout(self._settings.link_timeout_s):
-                ref, fingerprint = wire.parse_sender_hello(await anext(requests))
+                ref, fingerprint, rank = wire.parse_sender_hello(await anext(requests))
         except (ValueError, TimeoutError, StopAsyncIteration) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error) or "no hello came")
         if mismatches := self._settings.fingerprint.mismatches(fingerprint):
             get_logger().warning("handoff_peer_refused", peer=str(ref), mismatches=mismatches)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(mismatches))
-        return ref
+        return ref, rank

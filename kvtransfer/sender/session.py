@@ -14,6 +14,7 @@ import grpc
 from common.telemetry.logs import get_logger
 from common.tls.identity import Component
 from common.values.ids import WorkerRef
+from common.values.ranks import Rank
 from common.wire.pb import handoff_pb2 as pb
 from common.wire.pb import handoff_pb2_grpc
 from kvtransfer import wire
@@ -22,7 +23,7 @@ from kvtransfer.chunk.codec import ChunkCodec
 from kvtransfer.chunk.pack import KVPacker
 from kvtransfer.events import ConnectPeer, PeerReady, SendCancel, SendChunk, SenderEvent, SendFinished
 from kvtransfer.links.build import LinkPlan
-from kvtransfer.links.gloo import SENDER_RANK
+from kvtransfer.links.gloo import SENDER_END
 from kvtransfer.links.protocol import Link
 from kvtransfer.sender.packer import Packer
 from kvtransfer.session import (
@@ -117,7 +118,7 @@ class SenderSession:
 
     async def _handshake(self, call: Call) -> ChunkCodec:
         """Hello both ways, check who answers, build the link."""
-        await call.write(wire.sender_hello(self._settings.ref, self._settings.fingerprint))
+        await call.write(wire.sender_hello(self._settings.ref, self._settings.fingerprint, self._settings.rank))
         hello = (await _read(call, "hello")).hello
         got = WorkerRef(hello.worker_id, hello.incarnation)
         if got != self._target.peer:
@@ -142,10 +143,12 @@ class SenderSession:
             store_host=hello.store_host,
             store_port=hello.store_port,
             prefix=link_prefix(settings.ref, self._target.peer, epoch),
-            rank=SENDER_RANK,
+            end=SENDER_END,
             host=settings.host,
             device=settings.cache.device,
             timeout_s=settings.link_timeout_s,
+            sender=settings.rank,
+            receiver=Rank(hello.rank, hello.world_size),
         )
 
     def _start(self, codec: ChunkCodec) -> None:

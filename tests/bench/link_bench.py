@@ -22,7 +22,7 @@ from kvtransfer.chunk import payload
 from kvtransfer.chunk.aead import KEY_BYTES, Aead, AeadKind
 from kvtransfer.events import Chunk
 from kvtransfer.links.build import build_link
-from kvtransfer.links.gloo import RECEIVER_RANK, SENDER_RANK
+from kvtransfer.links.gloo import RECEIVER_END, SENDER_END
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.rendezvous import RendezvousStore
 from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, new_prefix, plan
@@ -41,7 +41,7 @@ def run() -> list[dict[str, Any]]:
     store = RendezvousStore(HOST, TIMEOUT_S)
     prefix = new_prefix()
     child = _start_sender(store.port, prefix)
-    link = build_link(plan(store.port, prefix, RECEIVER_RANK))
+    link = build_link(plan(store.port, prefix, RECEIVER_END))
     try:
         rates = _measure(link, child)
     finally:
@@ -88,7 +88,7 @@ def _measure(link: ProcessGroupLink, child: subprocess.Popen[str]) -> dict[str, 
 
 def _receive_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor]) -> None:
     if kind == RAW:
-        _wait_for_all([link._group.recv([buffer], SENDER_RANK, 0) for buffer in buffers])
+        _wait_for_all([link._group.recv([buffer], SENDER_END, 0) for buffer in buffers])
         return
     arrivals = _Countdown()
     for chunk, buffer in zip(_CHUNKS, buffers, strict=True):
@@ -131,7 +131,7 @@ def _buffers() -> list[torch.Tensor]:
 
 def _send_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor]) -> None:
     if kind == RAW:
-        _wait_for_all([link._group.send([buffer], RECEIVER_RANK, 0) for buffer in buffers])
+        _wait_for_all([link._group.send([buffer], RECEIVER_END, 0) for buffer in buffers])
         return
     sent = _Countdown()
     for chunk, buffer in zip(_CHUNKS, buffers, strict=True):
@@ -142,7 +142,7 @@ def _send_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor]) ->
 
 def _serve(port: int, prefix: str) -> None:
     """Send a round of the kind that each line names, until stdin ends."""
-    link = build_link(plan(port, prefix, SENDER_RANK))
+    link = build_link(plan(port, prefix, SENDER_END))
     buffers = _buffers()
     for line in sys.stdin:
         _send_all(link, line.strip(), buffers)

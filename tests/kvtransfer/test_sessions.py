@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.values.ids import AttemptId, TransferId, WorkerRef
+from common.values.ranks import WHOLE, Rank
 from common.values.request import Fingerprint
 from common.wire.grpc_options import channel_options
 from common.wire.pb import handoff_pb2 as pb
@@ -216,13 +217,20 @@ async def test_an_absent_decode_worker_ends_the_transfer() -> None:
         ([pb.ConnectRequest(open_link=pb.OpenLink(epoch="0" * 16))], grpc.StatusCode.INVALID_ARGUMENT),
         ([pb.ConnectRequest(hello=pb.SenderHello(worker_id="p"))], grpc.StatusCode.INVALID_ARGUMENT),
         ([pb.ConnectRequest()], grpc.StatusCode.INVALID_ARGUMENT),
-        ([wire.sender_hello(PREFILL, FINGERPRINT), pb.ConnectRequest()], grpc.StatusCode.ABORTED),
+        ([wire.sender_hello(PREFILL, FINGERPRINT, WHOLE), pb.ConnectRequest()], grpc.StatusCode.ABORTED),
         (
-            [wire.sender_hello(PREFILL, FINGERPRINT), pb.ConnectRequest(open_link=pb.OpenLink(epoch="../../x"))],
+            [wire.sender_hello(PREFILL, FINGERPRINT, WHOLE), pb.ConnectRequest(open_link=pb.OpenLink(epoch="../../x"))],
+            grpc.StatusCode.ABORTED,
+        ),
+        (
+            [
+                wire.sender_hello(PREFILL, FINGERPRINT, Rank(1, 2)),
+                pb.ConnectRequest(open_link=pb.OpenLink(epoch="0" * 16)),
+            ],
             grpc.StatusCode.ABORTED,
         ),
     ],
-    ids=["no hello", "no incarnation", "empty", "no epoch", "bad epoch"],
+    ids=["no hello", "no incarnation", "empty", "no epoch", "bad epoch", "of several ranks"],
 )
 async def test_a_stream_that_does_not_shake_hands_is_refused(
     messages: list[pb.ConnectRequest], code: grpc.StatusCode
@@ -268,7 +276,7 @@ async def test_a_peer_that_connects_again_replaces_its_older_session() -> None:
         await check_works(cluster, "before")
         async with grpc.aio.insecure_channel(cluster.address, options=channel_options()) as channel:
             call = handoff_pb2_grpc.HandoffServiceStub(channel).Connect()
-            await call.write(wire.sender_hello(PREFILL, FINGERPRINT))
+            await call.write(wire.sender_hello(PREFILL, FINGERPRINT, WHOLE))
             assert (await call.read()).HasField("hello")
             await cluster.wait_for(lambda: bool(cluster.prefill.lost))
             assert "connected again" in cluster.decode.lost[0].reason

@@ -3,6 +3,7 @@
 import pytest
 
 from common.values.ids import AttemptId, RequestId, TransferId, WorkerRef
+from common.values.ranks import WHOLE, Rank
 from common.values.request import Fingerprint, SampledToken
 from common.wire.pb import handoff_pb2 as pb
 from kvtransfer import wire
@@ -62,18 +63,22 @@ def test_what_the_receiver_says_arrives_as_the_senders_events() -> None:
 
 def test_a_hello_carries_who_speaks_and_what_must_be_equal() -> None:
     fingerprint = Fingerprint((("a", "1"), ("b", "2")))
-    assert wire.parse_sender_hello(over_the_wire(wire.sender_hello(P, fingerprint))) == (P, fingerprint)
+    assert wire.parse_sender_hello(over_the_wire(wire.sender_hello(P, fingerprint, Rank(1, 3)))) == (
+        P,
+        fingerprint,
+        Rank(1, 3),
+    )
 
 
 def test_a_message_without_content_is_refused() -> None:
     with pytest.raises(ValueError, match="got None"):
         wire.event_of_request(P, pb.ConnectRequest())
     with pytest.raises(ValueError, match="got hello"):
-        wire.event_of_request(P, wire.sender_hello(P, Fingerprint()))
+        wire.event_of_request(P, wire.sender_hello(P, Fingerprint(), WHOLE))
     with pytest.raises(ValueError, match="got None"):
         wire.event_of_response(pb.ConnectResponse())
     with pytest.raises(ValueError, match="without worker_id or incarnation"):
-        wire.parse_sender_hello(wire.sender_hello(WorkerRef("p", ""), Fingerprint()))
+        wire.parse_sender_hello(wire.sender_hello(WorkerRef("p", ""), Fingerprint(), WHOLE))
 
 
 def test_the_links_prefix_tells_lives_and_epochs_apart() -> None:

@@ -117,8 +117,13 @@ class SenderHello(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
+    rank: _builtins.int
+    """Which of how many processes that run the worker's model together this link is of."""
+    world_size: _builtins.int
     @_builtins.property
     def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -127,10 +132,12 @@ class SenderHello(_message.Message):
         worker_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        rank: _builtins.int = ...,
+        world_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "incarnation", b"incarnation", "rank", b"rank", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -147,6 +154,8 @@ class ReceiverHello(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     AEAD_KEY_FIELD_NUMBER: _builtins.int
     AEAD_KIND_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     store_host: _builtins.str
@@ -156,6 +165,8 @@ class ReceiverHello(_message.Message):
     aead_key: _builtins.bytes
     """The key of this session's chunks and how they are encrypted: "aes-gcm", or "none". The sender must be set alike."""
     aead_kind: _builtins.str
+    rank: _builtins.int
+    world_size: _builtins.int
     def __init__(
         self,
         *,
@@ -166,10 +177,12 @@ class ReceiverHello(_message.Message):
         transport: _builtins.str = ...,
         aead_key: _builtins.bytes = ...,
         aead_kind: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        world_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aead_key", b"aead_key", "aead_kind", b"aead_kind", "incarnation", b"incarnation", "store_host", b"store_host", "store_port", b"store_port", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aead_key", b"aead_key", "aead_kind", b"aead_kind", "incarnation", b"incarnation", "rank", b"rank", "store_host", b"store_host", "store_port", b"store_port", "transport", b"transport", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

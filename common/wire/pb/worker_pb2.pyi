@@ -47,6 +47,7 @@ class AuditResponse(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     role: _builtins.str
@@ -61,6 +62,10 @@ class AuditResponse(_message.Message):
     def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Invariants of the worker's state that do not hold."""
 
+    @_builtins.property
+    def rank(self) -> Global___Rank:
+        """Whose cache was counted."""
+
     def __init__(
         self,
         *,
@@ -74,14 +79,39 @@ class AuditResponse(_message.Message):
         held: _builtins.int = ...,
         holders: _abc.Iterable[Global___BlockHolder] | None = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
+        rank: Global___Rank | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "held", b"held", "holders", b"holders", "incarnation", b"incarnation", "problems", b"problems", "role", b"role", "total", b"total", "used", b"used", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "held", b"held", "holders", b"holders", "incarnation", b"incarnation", "problems", b"problems", "rank", b"rank", "role", b"role", "total", b"total", "used", b"used", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AuditResponse: _TypeAlias = AuditResponse  # noqa: Y015
+
+@_typing.final
+class Rank(_message.Message):
+    """One of the processes that run a worker's model together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    world_size: _builtins.int
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rank: _TypeAlias = Rank  # noqa: Y015
 
 @_typing.final
 class BlockHolder(_message.Message):

@@ -3,6 +3,7 @@
 from common.engine.kv.block_pool import BlockPool, PoolStats, RefKind
 from common.values.ids import AttemptId, RequestId, WorkerRef
 from common.values.messages import BlockHolder, Role, WorkerInfo
+from common.values.ranks import Rank
 from common.values.request import Fingerprint
 from common.worker.audit import AUDIT, Audit, audit
 
@@ -38,5 +39,5 @@ def test_an_invariant_that_does_not_hold_is_reported_and_not_raised() -> None:
 
 def test_an_audit_survives_the_wire() -> None:
     holders = (BlockHolder(ATTEMPT, "ending", 2, 1.5, -3.25, prefill_try=0), BlockHolder(ATTEMPT, "ready", 1, 0.5, 2.0))
-    found = Audit(INFO.ref, Role.PREFILL, PoolStats(8, 2, 1, 4, 1), holders, ("x", "y"))
+    found = Audit(INFO.ref, Role.PREFILL, PoolStats(8, 2, 1, 4, 1), holders, ("x", "y"), Rank(1, 2))
     assert AUDIT.decode(AUDIT.encode(found)) == found

@@ -1,10 +1,13 @@
 """How KV is cut into chunks, and the check that chunks tile a request."""
 
 import random
+from collections import Counter
 
 import pytest
 
-from kvtransfer.chunk.plan import FRAME_BYTES, MAX_OVER_MIN, ChunkCutter, ChunkPlanner
+from common.engine.contract.kv_spec import KVGroup, KVSpec, Plane
+from common.values.ranks import Rank
+from kvtransfer.chunk.plan import FRAME_BYTES, MAX_OVER_MIN, ChunkCutter, ChunkPlanner, held_shards, linked_shards
 from kvtransfer.events import Chunk
 from kvtransfer.receiver.coverage import Coverage
 from tests.caches import row_spec
@@ -150,3 +153,109 @@ def test_chunks_may_come_in_any_order() -> None:
     coverage = Coverage(PLANNER, 0, 20)
     assert not any(coverage.add(chunk) for chunk in chunks)
     assert coverage.is_complete
+
+
+# ---- groups -----------------------------------------------------------------------------------------
+
+# Layers 0, 1 and 3 see the last 16 tokens, layers 2 and 4 all of them.
+HEADS = Plane("k", (4, 5), "int8", is_sharded=True)
+MIXED = KVSpec(16, (KVGroup((2, 4), (HEADS,)), KVGroup((0, 1, 3), (HEADS,), window=16)))
+
+
+def boxes(chunks: list[Chunk]) -> list[tuple[int, int, int, int, int]]:
+    return [(chunk.group_idx, *box) for chunk, box in zip(chunks, rectangles(chunks), strict=True)]
+
+
+def test_each_groups_layers_become_ready_as_the_model_computes_them() -> None:
+    cutter = ChunkCutter(ChunkPlanner(MIXED, min_chunk_bytes=1), 0, 4)
+    found = [boxes(cutter.advance(layers, 4)) for layers in range(1, 6)]
+    first_rows, windowed_rows = [(0, 0, 1, 0, 4), (0, 1, 2, 0, 4)], [(1, 0, 1, 0, 4), (1, 1, 2, 0, 4), (1, 2, 3, 0, 4)]
+    assert [[box[:3] for box in step if box[3] == 0] for step in found] == [
+        [windowed_rows[0][:3]],
+        [windowed_rows[1][:3]],
+        [first_rows[0][:3]],
+        [windowed_rows[2][:3]],
+        [first_rows[1][:3]],
+    ]
+
+
+@pytest.mark.parametrize(("first_token", "windowed_from"), [(0, 85), (90, 90)])
+def test_of_a_windowed_group_only_what_the_next_token_reads_is_shipped(first_token: int, windowed_from: int) -> None:
+    """The token at position 100 reads positions 85 to 99 and itself."""
+    planner = ChunkPlanner(MIXED, min_chunk_bytes=200)
+    cutter, coverage = ChunkCutter(planner, first_token, 100), Coverage(planner, first_token, 100)
+    chunks = []
+    for token_end in (30, 60, 95, 100):
+        for layers in range(1, 6):
+            chunks += cutter.advance(layers, token_end)
+    chunks += cutter.finish()
+    cells = Counter(
+        (chunk.group_idx, layer, token)
+        for chunk in chunks
+        for layer in range(chunk.layer_start, chunk.layer_end)
+        for token in range(chunk.token_start, chunk.token_end)
+    )
+    expected = {(0, layer, token) for layer in range(2) for token in range(first_token, 100)}
+    expected |= {(1, layer, token) for layer in range(3) for token in range(windowed_from, 100)}
+    assert cells == dict.fromkeys(expected, 1)
+    assert [coverage.add(chunk) for chunk in chunks] == [None] * len(chunks)
+    assert coverage.is_complete
+    assert all(planner.problem(chunk) is None for chunk in chunks)
+
+
+def test_tokens_behind_the_window_are_not_taken_and_groups_do_not_stand_in_for_each_other() -> None:
+    coverage = Coverage(ChunkPlanner(MIXED, min_chunk_bytes=1), 0, 100)
+    assert coverage.add(Chunk(0, 0, 3, 84, 100, 0, group_idx=1)) == "chunk 0: tokens [84, 100) outside [85, 100)"
+    assert coverage.add(Chunk(0, 0, 2, 0, 100, 0, group_idx=0)) is None
+    assert not coverage.is_complete
+    assert coverage.add(Chunk(1, 0, 3, 85, 100, 0, group_idx=1)) is None
+    assert coverage.is_complete
+
+
+# ---- ranks ------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_of_another_group_or_of_other_shards_than_the_links_is_named() -> None:
+    planner = ChunkPlanner(MIXED, 1, sender=Rank(0, 2), receiver=Rank(0, 4))
+    good = Chunk(0, 0, 1, 0, 10, FRAME_BYTES + 10 * 5, 0, 0, 1)
+    assert planner.problem(good) is None
+    assert planner.problem(Chunk(0, 0, 1, 0, 10, good.num_bytes, 2, 0, 1)) == "chunk 0: group 2 of 2"
+    problem = planner.problem(Chunk(0, 0, 1, 0, 10, good.num_bytes, 0, 0, 2))
+    assert problem == "chunk 0: expected shards [0, 1), announced [0, 2)"
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "senders", "receivers"),
+    [(6, 1, 3), (6, 3, 1), (4, 4, 2), (8, 2, 8), (2, 8, 4), (2, 1, 8), (12, 3, 4), (1, 4, 2), (0, 1, 3), (0, 4, 2)],
+)
+def test_each_receiver_gets_every_shard_that_it_holds_from_one_sender_that_has_it(
+    num_shards: int, senders: int, receivers: int
+) -> None:
+    """No shards: a plane that each rank holds whole, such as a latent."""
+    plane = Plane("p", (num_shards or 1, 2), "int8", is_sharded=num_shards > 0)
+    group = KVGroup((0,), (plane,))
+    for receiver in (Rank(idx, receivers) for idx in range(receivers)):
+        links = {sender: linked_shards(group, Rank(sender, senders), receiver) for sender in range(senders)}
+        assert all(set(links[idx]) <= set(held_shards(group, Rank(idx, senders))) for idx in links)
+        assert Counter(shard for shards in links.values() for shard in shards) == Counter(held_shards(group, receiver))
+
+
+def test_no_sender_serves_all_receivers_where_several_hold_the_same() -> None:
+    group = KVGroup((0,), (Plane("latent", (8,), "int8"),))
+    busy = [sender for r in range(4) for sender in range(2) if linked_shards(group, Rank(sender, 2), Rank(r, 4))]
+    assert Counter(busy) == {0: 2, 1: 2}
+
+
+def test_shards_that_cannot_be_dealt_out_evenly_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 shards cannot be dealt out evenly to 3 ranks"):
+        held_shards(MIXED.groups[0], Rank(0, 3))
+
+
+def test_a_link_between_unequal_widths_is_cut_to_what_both_hold() -> None:
+    planner = ChunkPlanner(MIXED, 1, sender=Rank(1, 2), receiver=Rank(0, 1))
+    chunks = ChunkCutter(planner, 0, 10).finish()
+    assert {(chunk.shard_start, chunk.shard_end) for chunk in chunks} == {(2, 4)}
+    assert sum(chunk.num_bytes - FRAME_BYTES for chunk in chunks) == 5 * 10 * 2 * 5
+    nothing = ChunkPlanner(MIXED, 1, sender=Rank(1, 2), receiver=Rank(0, 2))
+    assert ChunkCutter(nothing, 0, 10).finish() == []
+    assert Coverage(nothing, 0, 10).is_complete

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from common.values.ranks import Rank
 from kvtransfer.links.build import build_link
 from kvtransfer.links.protocol import LinkClosed
 from kvtransfer.links.rendezvous import RendezvousStore
@@ -141,6 +143,13 @@ def test_an_absent_peer_ends_the_build_at_its_timeout(store: RendezvousStore) ->
 def test_an_unknown_transport_is_refused(store: RendezvousStore) -> None:
     with pytest.raises(ValueError, match="carrier pigeon"):
         build_link(replace(plan(store.port, new_prefix(), 0), transport="carrier pigeon"))
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_link_of_a_worker_of_several_ranks_is_refused(store: RendezvousStore, side: str) -> None:
+    wider: dict[str, Any] = {side: Rank(0, 2)}
+    with pytest.raises(ValueError, match=f"no link for a {side} of 2 ranks"):
+        build_link(replace(plan(store.port, new_prefix(), 0), **wider))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
