@@ -1,0 +1,55 @@
+"""The ways that ARCHITECTURE.md draws through the code are there: each file exists and hands on to the next."""
+
+import ast
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Where protocols, events and effects are named: two files that use one of them meet there.
+MEETING_PLACES = ("common/engine/contract/", "kvtransfer/events.py", "kvtransfer/links/protocol.py")
+WAYS = {"way of a KV chunk": 18}
+
+
+def files_of(way: str, page: str) -> list[str]:
+    """The files of a fenced list with that heading, in order: the first word of each line."""
+    (block,) = re.findall(rf"```\n{re.escape(way)}\n(.*?)```", page, flags=re.DOTALL)
+    return [line.split()[0] for line in block.splitlines()]
+
+
+def imports_of(path: str) -> set[str]:
+    """The files of ours that a file imports from."""
+    return set(_imports(ast.parse((ROOT / path).read_text())))
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            yield from (file for name in names if (ROOT / (file := f"{name.replace('.', '/')}.py")).is_file())
+
+
+def is_joined(first: str, second: str, way: list[str]) -> bool:
+    """One imports the other, or something of the way that does; or both import one place where protocols are named."""
+    ours, theirs = imports_of(first), imports_of(second)
+    through = {file for file in way if file in ours and second in imports_of(file)}
+    shared = {file for file in ours & theirs if file.startswith(MEETING_PLACES)}
+    return second in ours or first in theirs or bool(through) or bool(shared)
+
+
+@pytest.mark.parametrize(("way", "max_files"), WAYS.items())
+def test_a_way_leads_from_file_to_file_and_is_short(way: str, max_files: int) -> None:
+    files = files_of(way, (ROOT / "ARCHITECTURE.md").read_text())
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    assert [pair for pair in pairwise(files) if not is_joined(*pair, files)] == []
+    assert len(set(files)) == len(files)
+    assert 2 < len(files) <= max_files
+
+
+def test_files_that_do_not_know_each_other_are_no_way() -> None:
+    assert not is_joined("kvtransfer/sender/core.py", "common/engine/kv/cache.py", [])
+    assert not is_joined("kvtransfer/chunk/aead.py", "kvtransfer/links/process_group.py", [])
+    assert is_joined("kvtransfer/sender/core.py", "kvtransfer/receiver/core.py", [])
