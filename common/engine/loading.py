@@ -13,6 +13,7 @@ from common.engine.contract.device import Device
 from common.engine.contract.kv_spec import KVGroup, KVSpec
 from common.engine.contract.progress import LoadPhase, Progress, no_progress
 from common.engine.devices.cpu.device import CpuDevice, cpu_dtype
+from common.engine.devices.cpu.native.dequantize import dequantize
 from common.engine.executor.graphs import DecodeGraphs
 from common.engine.executor.runner import ModelRunner
 from common.engine.executor.self_test import self_test
@@ -53,7 +54,8 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, device.dtype)
     kv_spec = kv_spec_of(spec, kv_dtype, config.block_size)
     cache = KVCache(kv_spec, _num_blocks(config, spec, kv_spec), device.place)
-    weights = open_weights(checkpoint, device.dtype, device.place, partial(progress, LoadPhase.WEIGHTS))
+    on_taken = partial(progress, LoadPhase.WEIGHTS)
+    weights = open_weights(checkpoint, device.dtype, device.place, on_taken, dequantize)
     model = build_decoder(spec, weights, device)
     max_model_len = _max_model_len(config, spec, cache)
     runner = _new_runner(config, model, cache, device, max_model_len)

@@ -15,6 +15,9 @@ from common.checkpoint.families import family_of
 from common.checkpoint.tensors import StoredTensor
 
 Loader = Callable[[], torch.Tensor]
+# (kind, bytes, shape, dtype) -> a GGUF tensor's numbers; None for a format that it does not know
+Dequantize = Callable[[str, np.ndarray, tuple[int, ...], torch.dtype], torch.Tensor | None]
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Weights:
@@ -59,23 +62,29 @@ def open_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     on_taken: Callable[[float], None] | None = None,
+    dequantize: Dequantize | None = None,
 ) -> Weights:
-    """The weights of a checkpoint. Nothing is read until it is taken."""
-    return Weights(_loaders(checkpoint), dtype, device, on_taken)
+    """The weights of a checkpoint. Nothing is read until it is taken. What `dequantize` does not know, the gguf
+    library does."""
+    return Weights(_loaders(checkpoint, dtype, dequantize), dtype, device, on_taken)
 
 
-def load_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def load_tensors(
+    checkpoint: Checkpoint, dtype: torch.dtype, dequantize: Dequantize | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor with its Hugging Face name."""
-    for name, load in _loaders(checkpoint).items():
+    for name, load in _loaders(checkpoint, dtype, dequantize).items():
         yield name, load().to(dtype)
 
 
-def _loaders(checkpoint: Checkpoint) -> dict[str, Loader]:
+def _loaders(checkpoint: Checkpoint, dtype: torch.dtype, dequantize: Dequantize | None) -> dict[str, Loader]:
     if checkpoint.format == "gguf":
-        files = {path: np.memmap(path, mode="r", dtype=np.uint8) for path in _paths(checkpoint)}
+        # copy on write, since torch takes no memory that it may not write to
+        files = {path: np.memmap(path, mode="c", dtype=np.uint8) for path in _paths(checkpoint)}
+        numbers = partial(_numbers, dequantize, dtype)
         return {
-            name: partial(_dequantize, files[tensor.path], tensor, _num_permuted_heads(name, checkpoint.config))
-            for name, tensor in checkpoint.tensors.items()
+            name: partial(_read_gguf, files[each.path], each, _num_permuted_heads(name, checkpoint.config), numbers)
+            for name, each in checkpoint.tensors.items()
         }
     readers = {path: safe_open(str(path), framework="pt") for path in _paths(checkpoint)}
     offset = family_of(checkpoint.config).hf_norm_offset
@@ -101,13 +110,25 @@ def _num_permuted_heads(name: str, spec: ModelSpec) -> int:
     return {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(name.split(".")[-2], 0)
 
 
-def _dequantize(data: np.ndarray, tensor: StoredTensor, num_permuted_heads: int) -> torch.Tensor:
-    *rows, _ = tensor.shape
-    raw = data[tensor.offset : tensor.offset + tensor.size_bytes].reshape(*rows, -1)
-    # Unquantized types come back as a view of the file, which torch may not write to.
-    values = np.require(gguf.dequantize(raw, gguf.GGMLQuantizationType[tensor.kind]), requirements="W")
-    rows_of_weight = torch.from_numpy(values).view(tensor.shape)
-    return _unpermute(rows_of_weight, num_permuted_heads) if num_permuted_heads else rows_of_weight
+def _read_gguf(
+    data: np.ndarray,
+    tensor: StoredTensor,
+    num_permuted_heads: int,
+    numbers: Callable[[StoredTensor, np.ndarray], torch.Tensor],
+) -> torch.Tensor:
+    rows = numbers(tensor, data[tensor.offset : tensor.offset + tensor.size_bytes])
+    return _unpermute(rows, num_permuted_heads) if num_permuted_heads else rows
+
+
+def _numbers(dequantize: Dequantize | None, dtype: torch.dtype, tensor: StoredTensor, raw: np.ndarray) -> torch.Tensor:
+    """A new tensor, of `dtype` or of float32. `raw` may be written to."""
+    if tensor.kind in PLAIN:
+        return torch.from_numpy(raw).view(PLAIN[tensor.kind]).view(tensor.shape).to(dtype, copy=True)
+    found = dequantize(tensor.kind, raw, tensor.shape, dtype) if dequantize is not None else None
+    if found is not None:
+        return found
+    values = gguf.dequantize(raw.reshape(*tensor.shape[:-1], -1), gguf.GGMLQuantizationType[tensor.kind])
+    return torch.from_numpy(np.require(values, requirements="W")).view(tensor.shape)
 
 
 def _unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """GGUF files as people have them: with a head and without, in parts, with scaled RoPE, in every number format."""
 
+import itertools
 import json
 import struct
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 
 from common.checkpoint import CheckpointError, RopeScaling, open_checkpoint
 from common.checkpoint.ggml_types import GGML_TYPES
+from common.engine.devices.cpu.native.build import state_of_library
+from common.engine.devices.cpu.native.dequantize import dequantize as compiled
 from common.engine.model.weights import load_tensors
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_model import TinyModel, write_tiny_model
@@ -190,14 +193,20 @@ def _high_bytes_of_scales(kind: gguf.GGMLQuantizationType, block_bytes: int) -> 
 
 
 @pytest.mark.parametrize("name", [ggml.name for ggml in GGML_TYPES.values()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_number_format_is_read_as_the_gguf_library_reads_it(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_each_number_format_is_read_as_the_gguf_library_reads_it(tmp_path: Path, name: str) -> None:
     model = TinyModel(hidden_size=256, intermediate_size=256, num_layers=1)
     directory = write_tiny_model(tmp_path / "hf", model)
     kind = gguf.GGMLQuantizationType[name]
     raw = _blocks(kind, (256, 256))
-    path = write_tiny_gguf(directory, tmp_path / "m.gguf", replaced={"mlp.up_proj": (raw, kind)})
-    expected = torch.from_numpy(np.array(gguf.dequantize(raw, kind))).to(dtype)
-    found = dict(load_tensors(open_checkpoint(path), dtype))["model.layers.0.mlp.up_proj.weight"]
-    assert torch.isfinite(expected.float()).all()
-    assert torch.equal(found, expected.view(256, 256))
+    checkpoint = open_checkpoint(write_tiny_gguf(directory, tmp_path / "m.gguf", replaced={"mlp.up_proj": (raw, kind)}))
+    exact = torch.from_numpy(np.array(gguf.dequantize(raw, kind))).view(256, 256)
+    assert torch.isfinite(exact).all()
+    for dtype, dequantize in itertools.product((torch.float32, torch.bfloat16), (None, compiled)):
+        found = dict(load_tensors(checkpoint, dtype, dequantize))["model.layers.0.mlp.up_proj.weight"]
+        assert torch.equal(found, exact.to(dtype)), (dtype, dequantize)
+
+
+@pytest.mark.skipif(not state_of_library()[0], reason="no compiled operators here")
+def test_a_format_that_is_not_compiled_is_left_to_the_library() -> None:
+    assert compiled("IQ1_S", np.zeros(50, dtype=np.uint8), (1, 256), torch.float32) is None
+    assert compiled("Q4_0", np.zeros(18, dtype=np.uint8), (1, 32), torch.float16) is None

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "attention.h"
+#include "dequantize.h"
 #include "draw.h"
 #include "elementwise.h"
 #include "stack.h"
@@ -26,6 +27,11 @@ void pdserve_add_rms_norm(void* out, void* total, const void* x, const void* res
                           int64_t num_rows, int64_t size, int is_bfloat16, int num_threads) {
     DISPATCH(add_rms_norm((T*)out, (T*)total, (const T*)x, (const T*)residual, (const T*)weight, eps, num_rows, size,
                           num_threads))
+}
+
+void pdserve_dequantize(void* out, const uint8_t* blocks, int64_t num_blocks, int64_t type, int is_bfloat16,
+                        int num_threads) {
+    DISPATCH(dequantize((T*)out, blocks, num_blocks, type, num_threads))
 }
 
 void pdserve_silu_mul(void* out, const void* gate_up, int64_t num_rows, int64_t size, int is_bfloat16,
