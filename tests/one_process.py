@@ -72,6 +72,7 @@ def _load(model_path: str, dtype: str) -> ReferenceModel:
     checkpoint = open_checkpoint(model_path)
     spec = checkpoint.config
     config = {
+        "model_type": spec.architecture,
         "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,

@@ -33,10 +33,25 @@ class ReferenceModel:
         x = self.tensors["model.embed_tokens.weight"][torch.tensor(token_ids)]
         for layer_idx, layer_past in enumerate(past):
             prefix = f"model.layers.{layer_idx}"
-            x = x + self._attention(self._norm(x, f"{prefix}.input_layernorm"), prefix, layer_past, start)
-            x = x + self._mlp(self._norm(x, f"{prefix}.post_attention_layernorm"), prefix)
+            x = x + self._attention_branch(x, prefix, layer_past, start)
+            x = x + self._mlp_branch(x, prefix)
         head = "model.embed_tokens" if self.config.get("tie_word_embeddings") else "lm_head"
         return self._norm(x, "model.norm") @ self.tensors[f"{head}.weight"].T
+
+    @property
+    def _is_olmo2(self) -> bool:
+        """Norms on what attention and MLP give, not on what they take (OLMo 2, 2024, section 2)."""
+        return bool(self.config.get("model_type") == "olmo2")
+
+    def _attention_branch(self, x: torch.Tensor, prefix: str, past: Tensors, start: int) -> torch.Tensor:
+        if self._is_olmo2:
+            return self._norm(self._attention(x, prefix, past, start), f"{prefix}.post_attention_layernorm")
+        return self._attention(self._norm(x, f"{prefix}.input_layernorm"), prefix, past, start)
+
+    def _mlp_branch(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
+        if self._is_olmo2:
+            return self._norm(self._mlp(x, prefix), f"{prefix}.post_feedforward_layernorm")
+        return self._mlp(self._norm(x, f"{prefix}.post_attention_layernorm"), prefix)
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         scale = (x * x).mean(-1, keepdim=True).add(self.config["rms_norm_eps"]).rsqrt()
@@ -47,11 +62,12 @@ class ReferenceModel:
         return y + self.tensors[f"{name}.bias"] if f"{name}.bias" in self.tensors else y
 
     def _attention(self, x: torch.Tensor, prefix: str, past: Tensors, start: int) -> torch.Tensor:
-        q, k, v = (
-            self._project(x, f"{prefix}.self_attn.{n}_proj").view(len(x), -1, self.head_dim).transpose(0, 1)
-            for n in "qkv"
-        )  # [heads, num_tokens, head_dim]
-        if f"{prefix}.self_attn.q_norm.weight" in self.tensors:
+        q, k, v = (self._project(x, f"{prefix}.self_attn.{n}_proj") for n in "qkv")
+        if self._is_olmo2:  # over all heads at once
+            q, k = self._norm(q, f"{prefix}.self_attn.q_norm"), self._norm(k, f"{prefix}.self_attn.k_norm")
+        # [heads, num_tokens, head_dim]
+        q, k, v = (y.view(len(x), -1, self.head_dim).transpose(0, 1) for y in (q, k, v))
+        if f"{prefix}.self_attn.q_norm.weight" in self.tensors and not self._is_olmo2:
             q, k = self._norm(q, f"{prefix}.self_attn.q_norm"), self._norm(k, f"{prefix}.self_attn.k_norm")
         q, k = self._rope(q, start), self._rope(k, start)
         if past:

@@ -129,7 +129,8 @@ def _add_tensor(
     if config["model_type"] == "llama" and stem.split(".")[-1] in num_heads:
         tensor = _permute(tensor, num_heads[stem.split(".")[-1]])
     is_gemma = config["model_type"] == "gemma3_text"
-    gguf_name = _gguf_name(name, GEMMA_LAYER_NAMES if is_gemma else LAYER_NAMES)
+    has_post_norms = is_gemma or config["model_type"] == "olmo2"
+    gguf_name = _gguf_name(name, GEMMA_LAYER_NAMES if has_post_norms else LAYER_NAMES)
     if is_gemma and tensor.ndim == 1:
         tensor = tensor + 1
     if quant is None or tensor.ndim < 2:

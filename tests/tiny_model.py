@@ -37,7 +37,7 @@ GEMMA3_FIELDS = {
 class TinyModel:
     """What to write. `head_dim` is 16 and GQA has two query heads per KV head."""
 
-    architecture: str = "llama"  # llama, qwen2, qwen3, gemma3
+    architecture: str = "llama"  # llama, qwen2, qwen3, olmo2, gemma3
     num_layers: int = 2
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -83,7 +83,9 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _config(model: TinyModel) -> dict[str, Any]:
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}[model.architecture]
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "gemma3": "Gemma3"}[
+        model.architecture
+    ]
     return (GEMMA3_FIELDS if model.architecture == "gemma3" else {}) | {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": "gemma3_text" if model.architecture == "gemma3" else model.architecture,
@@ -137,6 +139,10 @@ def _tensors(model: TinyModel) -> dict[str, torch.Tensor]:
             places = ("input", "post_attention", "pre_feedforward", "post_feedforward")
             tensors |= {f"{prefix}.{place}_layernorm.weight": randn(hidden, std=0.1) for place in places}
             tensors |= {f"{prefix}.self_attn.{n}_norm.weight": randn(model.head_dim, std=0.1) for n in "qk"}
+        if model.architecture == "olmo2":
+            tensors[f"{prefix}.post_feedforward_layernorm.weight"] = tensors.pop(f"{prefix}.input_layernorm.weight")
+            sizes = {"q": q_size, "k": kv_size}
+            tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(size, std=0.1) for n, size in sizes.items()}
         if model.architecture == "qwen3":
             tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(model.head_dim, std=0.1) for n in "qk"}
     # the weights of Gemma's norms stand for what is added to one

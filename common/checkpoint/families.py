@@ -48,6 +48,10 @@ class Family:
     activation: Activation = "silu"
 
 
+def _olmo2(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, norms=POST_NORMS, qk_norm="full")
+
+
 def _gemma3(layer: LayerSpec) -> LayerSpec:
     return replace(layer, norms=(*PRE_NORMS, *POST_NORMS), qk_norm="head")
 
@@ -57,6 +61,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "llama": Family(("LlamaForCausalLM", "MistralForCausalLM"), has_permuted_gguf=True),
         "qwen2": Family(("Qwen2ForCausalLM",), lambda layer: replace(layer, qkv_bias=True)),
         "qwen3": Family(("Qwen3ForCausalLM",), lambda layer: replace(layer, qk_norm="head")),
+        "olmo2": Family(("Olmo2ForCausalLM",), _olmo2, GEMMA_NAMES),
         "gemma3": Family(("Gemma3ForCausalLM",), _gemma3, GEMMA_NAMES, hf_norm_offset=1.0, activation="gelu_tanh"),
     }
 )

@@ -18,6 +18,7 @@ ABSENT: Mapping[str, Config] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
     "Qwen2ForCausalLM": _QWEN,
     "Qwen3ForCausalLM": {**_QWEN, "head_dim": 128},
+    "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
     "Gemma3ForCausalLM": {
         **{"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096},
         **{"sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"},

@@ -66,7 +66,6 @@ class LayerSpec:
     norms: tuple[NormPlace, ...] = PRE_NORMS
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
-    residual_scale: float = 1.0  # of what attention and MLP add
     activation: Activation = "silu"
 
     @property

@@ -32,26 +32,20 @@ def attend(layer: Layer, device: Device, q: torch.Tensor, kv: LayerKV, batch: At
 def finish(layer: Layer, device: Device, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """Output projection, MLP and residuals, row by row; returns the layer's output [num_rows, hidden_size]."""
     spec, ops = layer.spec, device.elementwise
-    added = _added(layer, device, layer.output(attended), "after_attention")
+    added = _norm(layer, device, layer.output(attended), "after_attention")
     if "before_mlp" in spec.norms:
         normed, hidden = ops.add_rms_norm(added, hidden, layer.norms["before_mlp"], spec.norm_eps)
     else:
         normed = hidden = added + hidden
     gate_up = layer.gate_up(normed)
     inner = ops.silu_mul(gate_up) if spec.activation == "silu" else _gelu_mul(gate_up)
-    return hidden.add_(_added(layer, device, layer.down(inner), "after_mlp"))
+    return hidden.add_(_norm(layer, device, layer.down(inner), "after_mlp"))
 
 
 def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gelu(gate) * up of [num_rows, 2 * size], gate first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
-
-
-def _added(layer: Layer, device: Device, x: torch.Tensor, norm: str) -> torch.Tensor:
-    """What is added to the residual."""
-    x = _norm(layer, device, x, norm)
-    return x if layer.spec.residual_scale == 1.0 else x * layer.spec.residual_scale
 
 
 def _norm(layer: Layer, device: Device, x: torch.Tensor, name: str) -> torch.Tensor:

@@ -35,7 +35,7 @@ def test_the_header_is_what_the_gguf_library_reads(gguf_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "olmo2"])
 def test_a_converted_model_has_the_shape_of_its_source(tmp_path: Path, architecture: str) -> None:
     directory = write_tiny_model(tmp_path / "hf", TinyModel(architecture=architecture, tie_embeddings=True))
     checkpoint = open_checkpoint(write_tiny_gguf(directory, tmp_path / "m.gguf"))

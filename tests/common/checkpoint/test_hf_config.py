@@ -47,7 +47,12 @@ def test_plain_rope_parameters_carry_theta() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "has_bias", "qk_norm"),
-    [("LlamaForCausalLM", False, "none"), ("Qwen2ForCausalLM", True, "none"), ("Qwen3ForCausalLM", False, "head")],
+    [
+        ("LlamaForCausalLM", False, "none"),
+        ("Qwen2ForCausalLM", True, "none"),
+        ("Qwen3ForCausalLM", False, "head"),
+        ("Olmo2ForCausalLM", False, "full"),
+    ],
 )
 def test_architectures_differ_in_bias_and_head_norm(architecture: str, has_bias: bool, qk_norm: str) -> None:
     layers = layers_of(parse_config(CONFIG | {"architectures": [architecture], "num_key_value_heads": 3}))

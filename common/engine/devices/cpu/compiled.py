@@ -31,7 +31,7 @@ def is_known(layer: Layer) -> bool:
     """Whether `stack.h` computes such a layer: pre-norms, plain attention, weights that are packed."""
     spec = layer.spec
     is_packed = all(one.packed is not None for one in (layer.qkv, layer.output, layer.gate_up, layer.down))
-    is_llama_like = spec.norms == PRE_NORMS and spec.qk_norm in ("none", "head") and spec.residual_scale == 1.0
+    is_llama_like = spec.norms == PRE_NORMS and spec.qk_norm in ("none", "head")
     return is_packed and is_llama_like and spec.activation == "silu" and spec.attention.is_plain
 
 

@@ -62,7 +62,7 @@ def test_a_batch_in_any_chunking_equals_one_process(
         assert [generation.output] == generate(model_path, generation.prompt, params)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "olmo2"])
 def test_other_architectures_equal_one_process(tmp_path: Path, architecture: str) -> None:
     path = write_tiny_model(tmp_path / "m", TinyModel(architecture=architecture))
     batch = generations(SEEDED)

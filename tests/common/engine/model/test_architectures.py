@@ -34,6 +34,7 @@ MODELS = {
     "odd": TinyModel(num_heads=6, num_kv_heads=2, head_dim=24, num_layers=3),
     "qwen2": TinyModel(architecture="qwen2"),
     "qwen3": TinyModel(architecture="qwen3"),
+    "olmo2": TinyModel(architecture="olmo2"),
 }
 
 
@@ -109,7 +110,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     assert (exact - rounded).abs().mean() < 0.05 * exact.std()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "olmo2"])
 def test_a_gguf_file_gives_the_logits_of_the_directory_it_came_from(tmp_path: Path, architecture: str) -> None:
     path = write_tiny_model(tmp_path / "m", TinyModel(architecture=architecture))
     converted = write_tiny_gguf(path, tmp_path / "m.gguf")
