@@ -24,10 +24,11 @@ from deploy.client.admin import AdminClient, AdminFailed
 from deploy.client.credentials import admin_key_of, with_admin_key
 from deploy.client.loading_watch import watch_loading
 from deploy.local.redis_server import RedisServer, resolve_redis
-from deploy.local.router_process import RouterProcess, router_settings
+from deploy.local.router_process import router_process, router_settings
 from deploy.process.child import StartFailed, hide_secrets
 from deploy.process.session import session
-from deploy.process.stopping import Interrupted, StopRequest, first_result, interruptible, stop_request
+from deploy.process.stopping import Interrupted, StopRequest, failure_of, first_result, interruptible, stop_request
+from deploy.process.supervised import Supervised
 from deploy.ray.local import local_ray, log_dir
 from deploy.ray.placement import LocalPlacement
 from deploy.ray.pools import RayPools
@@ -117,10 +118,10 @@ def _run_services(config: ClusterConfig, report: Report, use: Use, parent_pid: i
         return asyncio.run(_run(_Services(config, redis, routers, opened.runtime_dir), report, use, parent_pid))
 
 
-def _start_router(config: ClusterConfig, idx: int, runtime_dir: Path, report: Report) -> RouterProcess:
+def _start_router(config: ClusterConfig, idx: int, runtime_dir: Path, report: Report) -> Supervised:
     settings = router_settings(config)[idx]
     name = "router" if config.pools.routers == 1 else f"router {idx}"
-    router = RouterProcess(config.model_copy(update={"router": settings}), runtime_dir, name.replace(" ", "-"))
+    router = router_process(config.model_copy(update={"router": settings}), runtime_dir, name.replace(" ", "-"))
     router.start()
     report(name, f"starting on http port {settings.http_port}, gRPC port {settings.grpc_port}")
     return router
@@ -158,7 +159,7 @@ class _Services:
 
     config: ClusterConfig
     redis: RedisServer
-    routers: list[RouterProcess]
+    routers: list[Supervised]
     runtime_dir: Path
 
 
@@ -188,7 +189,7 @@ class _Running:
                     self._supervise(),
                     self._keep_redis(),
                     self._until_stopped(stop),
-                    _end_of(controller),
+                    failure_of(controller),
                     watch_loading(self._config, self._report),
                 )
             finally:
@@ -232,16 +233,16 @@ class _Running:
         own = self._redis.own
         while True:
             await asyncio.sleep(_POLL_INTERVAL_S)
-            if own is None or not own.has_ended:
+            if own is None or not own.process.has_ended:
                 continue
             self._report("redis", "died; starting it again, empty")
-            if await own.start_again():
+            if await own.start():
                 self._report("redis", "ready again")
             else:
-                self._report("redis", f"does not start, next try in {_REDIS_PAUSE_S:.0f} s: {own.log_tail()}")
+                self._report("redis", f"does not start, next try in {_REDIS_PAUSE_S:.0f} s: {own.process.log_tail(5)}")
                 await asyncio.sleep(_REDIS_PAUSE_S)
 
-    def _restart(self, router: RouterProcess) -> None:
+    def _restart(self, router: Supervised) -> None:
         if not self._was_ready:
             raise StartFailed(f"the router does not start:\n{router.log_tail()}")
         self._report(router.name, "died; starting it again")
@@ -295,9 +296,3 @@ def _missing(admin: AdminClient) -> Sequence[str]:
     except AdminFailed:
         return ["the router does not answer"]
     return () if readiness["status"] == "ready" else readiness["reasons"]
-
-
-async def _end_of(controller: "asyncio.Task[None]") -> int:
-    """The pool controller never returns: what it raises is a bug and ends the cluster."""
-    await asyncio.shield(controller)
-    raise AssertionError("the pool controller ended")

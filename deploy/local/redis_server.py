@@ -16,11 +16,13 @@ from pathlib import Path
 
 from common.cluster.redis_check import RedisAway, RedisFinding, examine
 from deploy.process.child import Child, StartFailed, plain_environment, start_child
+from deploy.process.supervised import Supervised
 
 NAMES_ON_PATH = ("redis-server", "valkey-server")
 START_LIMIT_S = 10.0
 _AVOIDED_PORT = 6379
 _MAX_STARTS = 3
+_STOP_GRACE_S = 2.0
 _POLL_INTERVAL_S = 0.02
 
 
@@ -35,60 +37,37 @@ class RedisServer:
 
     def stop(self) -> None:
         if self.own is not None:
-            self.own.stop()
+            self.own.process.stop()
 
 
 class OwnRedis:
-    """A server that we started. Owns its process; `start` again after it died brings it back at the same URL, empty."""
+    """A server that we started; `start` again after it died brings it back at the same URL, empty."""
 
     def __init__(self, binary: str, runtime_dir: Path) -> None:
-        self.child: Child | None = None
-        self._binary = binary
-        self._runtime_dir = runtime_dir
         self._port = _free_port()
         self._password = secrets.token_urlsafe(24)
+        settings = _settings(self._port, self._password, runtime_dir).encode()
+
+        def launch() -> Child:
+            log_path, env = runtime_dir / "redis.log", plain_environment(os.environ)
+            return start_child("redis", [binary, "-"], log_path, env=env, stdin=settings)
+
+        self.process = Supervised("redis", launch, _STOP_GRACE_S)
 
     @property
     def url(self) -> str:
         return f"redis://:{self._password}@127.0.0.1:{self._port}/0"
 
-    @property
-    def has_ended(self) -> bool:
-        return self.child is None or self.child.has_ended
-
-    def start(self) -> bool:
-        """True once it answers. False when it ended or stayed silent: its log says why."""
-        self._launch()
+    async def start(self) -> bool:
+        """True once it answers. False when it ended, or stayed silent and was ended: its log says why."""
+        self.process.restart()
         deadline_s = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < deadline_s and not self.has_ended:
-            if _answers(self._port, self._password):
-                return True
-            time.sleep(_POLL_INTERVAL_S)
-        return False
-
-    async def start_again(self) -> bool:
-        """As `start`, without stopping the event loop; what does not answer in time is ended. In the main thread."""
-        self._launch()
-        deadline_s = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < deadline_s and not self.has_ended:
+        while time.monotonic() < deadline_s and not self.process.has_ended:
             if await asyncio.to_thread(_answers, self._port, self._password):
                 return True
             await asyncio.sleep(_POLL_INTERVAL_S)
-        await asyncio.to_thread(self.stop)
+        await asyncio.to_thread(self.process.stop)
         return False
-
-    def log_tail(self) -> str:
-        return self.child.log_tail(5) if self.child is not None else ""
-
-    def _launch(self) -> None:
-        """The child dies with the thread that makes it."""
-        settings = _settings(self._port, self._password, self._runtime_dir).encode()
-        log_path, env = self._runtime_dir / "redis.log", plain_environment(os.environ)
-        self.child = start_child("redis", [self._binary, "-"], log_path, env=env, stdin=settings)
-
-    def stop(self) -> None:
-        if self.child is not None:
-            self.child.stop(grace_s=2.0)
 
 
 def resolve_redis(redis_url: str, runtime_dir: Path, namespace: str = "pdserve") -> RedisServer:
@@ -138,10 +117,9 @@ def start_redis(binary: str, runtime_dir: Path) -> RedisServer:
     tail = ""
     for _ in range(_MAX_STARTS):
         own = OwnRedis(binary, runtime_dir)
-        if own.start():
+        if asyncio.run(own.start()):
             return RedisServer(own.url, binary, own)
-        own.stop()
-        tail = own.log_tail()
+        tail = own.process.log_tail(5)
     raise StartFailed(f"{binary} did not start: {tail}")
 
 

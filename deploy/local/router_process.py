@@ -6,7 +6,8 @@ from pathlib import Path
 
 from common.values.config import ClusterConfig, RouterSettings
 from deploy.config.variables import ENV_PREFIX, INHERITED
-from deploy.process.child import Child, StartFailed, start_child
+from deploy.process.child import Child, start_child
+from deploy.process.supervised import Supervised
 
 STOP_GRACE_S = 8.0
 _MAX_RESTARTS = 20
@@ -35,44 +36,18 @@ def _following(port: int, idx: int) -> int:
     return port + idx if port else 0
 
 
-class RouterProcess:
-    """Owns the child. Start and restart it from the main thread: the child dies with the thread that made it."""
+def router_process(config: ClusterConfig, runtime_dir: Path, name: str) -> Supervised:
+    """The router of this configuration, not started yet."""
+    config_path, log_path = runtime_dir / f"{name}.json", runtime_dir / f"{name}.log"
+    config_path.touch(mode=0o600)  # it holds the password of Redis
+    config_path.write_text(config.model_dump_json())
+    command = [sys.executable, "-m", "deploy.cli", "router", "--config", str(config_path)]
 
-    def __init__(self, config: ClusterConfig, runtime_dir: Path, name: str) -> None:
-        self.name = name
-        self.num_restarts = 0
-        self._config_path = runtime_dir / f"{name}.json"
-        self._log_path = runtime_dir / f"{name}.log"
-        self._child: Child | None = None
-        self._config_path.touch(mode=0o600)  # it holds the password of Redis
-        self._config_path.write_text(config.model_dump_json())
-
-    @property
-    def has_ended(self) -> bool:
-        return self._child is None or self._child.has_ended
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "deploy.cli", "router", "--config", str(self._config_path)]
+    def launch() -> Child:
         env = {name: value for name, value in os.environ.items() if _is_for_child(name)}
-        self._child = start_child(self.name, command, self._log_path, env=env)
+        return start_child(name, command, log_path, env=env)
 
-    def restart(self) -> None:
-        """Raises StartFailed when it dies again and again."""
-        if self.num_restarts >= _MAX_RESTARTS:
-            raise StartFailed(f"{self.name} died {self.num_restarts} times: {self.log_tail()}")
-        self.num_restarts += 1
-        self.start()
-
-    def log_tail(self) -> str:
-        return "" if self._child is None else self._child.log_tail()
-
-    def terminate(self) -> None:
-        if self._child is not None:
-            self._child.terminate()
-
-    def stop(self) -> None:
-        if self._child is not None:
-            self._child.stop(STOP_GRACE_S)
+    return Supervised(name, launch, STOP_GRACE_S, _MAX_RESTARTS)
 
 
 def _is_for_child(name: str) -> bool:

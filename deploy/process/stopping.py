@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 ResultT = TypeVar("ResultT")
 
@@ -39,8 +39,8 @@ class StopRequest:
         await self._hurried.wait()
 
 
-class Interrupted(BaseException):
-    """A signal came before an event loop could listen for it. No Exception: nobody on the way is to handle it."""
+class Interrupted(KeyboardInterrupt):
+    """A signal came before an event loop could listen for it. Event loops on the way let this kind through."""
 
 
 @contextlib.contextmanager
@@ -95,6 +95,12 @@ async def first_result(*awaitables: Coroutine[Any, Any, ResultT]) -> ResultT:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return next(task for task in tasks if task in done).result()
+
+
+async def failure_of(task: "asyncio.Task[None]") -> NoReturn:
+    """Of a task that never returns: what it raises is a bug, and ends the command."""
+    await asyncio.shield(task)
+    raise AssertionError(f"{task.get_name()} ended")
 
 
 def _open_parent(parent_pid: int) -> int | None:

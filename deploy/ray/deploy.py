@@ -17,7 +17,7 @@ from deploy.client.admin import AdminClient
 from deploy.client.credentials import admin_key_of
 from deploy.client.loading_watch import watch_loading
 from deploy.process.child import StartFailed
-from deploy.process.stopping import StopRequest, first_result, stop_request
+from deploy.process.stopping import StopRequest, failure_of, first_result, stop_request
 from deploy.ray.driver import own_manners
 from deploy.ray.placement import RAY_NAMESPACE, ClusterPlacement, Placement
 from deploy.ray.pools import RayPools, Report
@@ -82,7 +82,7 @@ class _Controller:
             controller = asyncio.create_task(pools.run(store))
             until = self._until_down(pools, stop) if is_down else self._until_stopped(stop)
             try:
-                return await first_result(until, _end_of(controller), watch_loading(self._config, self._report))
+                return await first_result(until, failure_of(controller), watch_loading(self._config, self._report))
             finally:
                 controller.cancel()
                 await asyncio.gather(controller, return_exceptions=True)
@@ -108,9 +108,3 @@ class _Controller:
         pools.kill_all()
         self._report("pdserve", "no worker is left")
         return 0
-
-
-async def _end_of(controller: "asyncio.Task[None]") -> int:
-    """The pool controller never returns: what it raises is a bug and ends the command."""
-    await asyncio.shield(controller)
-    raise AssertionError("the pool controller ended")

@@ -105,7 +105,8 @@ def test_the_page_shows_the_live_cluster(cluster: Cluster, tab: Browser) -> None
     assert record["status"] == "finished"
     drawn = tab.script("return ['.phase rect', '.chunk', '.tick'].map(s => document.querySelectorAll(s).length)")
     timings = record["timings"]
-    assert drawn == [len(PARTS), len(timings["prefill_chunks"]), len(timings["kv_ticks"])]
+    seen = [part for part in PARTS if timings[part] > 0.00005]  # 0.0 ms leaves no mark
+    assert drawn == [len(seen), len(timings["prefill_chunks"]), len(timings["kv_ticks"])]
     assert "chosen" in tab.text("#detail")
     assert [line for line in tab.console() if line.startswith("SEVERE") and "401" not in line] == []
 

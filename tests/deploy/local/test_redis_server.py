@@ -29,27 +29,25 @@ def test_an_own_server_wants_its_password_and_keeps_nothing(binary: str, tmp_pat
         with pytest.raises(redis.AuthenticationError):
             redis.Redis(port=port).ping()
         assert server.own is not None
-        assert server.own.child is not None
-        command_line = Path(f"/proc/{server.own.child.pid}/cmdline").read_bytes().decode()
+        command_line = Path(f"/proc/{server.own.process.pid}/cmdline").read_bytes().decode()
         assert client.connection_pool.connection_kwargs["password"] not in command_line
     finally:
         server.stop()
-    assert server.own.has_ended
+    assert server.own.process.has_ended
 
 
-def test_a_server_that_died_comes_back_at_the_same_url(tmp_path: Path) -> None:
+async def test_a_server_that_died_comes_back_at_the_same_url(tmp_path: Path) -> None:
     own = OwnRedis(binaries()[0], tmp_path)
-    assert own.start()
+    assert await own.start()
     url = own.url
-    assert own.child is not None
     redis.Redis.from_url(url).set("x", 1)
-    os.kill(own.child.pid, signal.SIGKILL)
-    own.child.stop(grace_s=5)
-    assert own.has_ended
-    assert own.start()
+    os.kill(own.process.pid, signal.SIGKILL)
+    own.process.stop()
+    assert own.process.has_ended
+    assert await own.start()
     assert own.url == url
     assert redis.Redis.from_url(url).get("x") is None
-    own.stop()
+    own.process.stop()
 
 
 @pytest.mark.parametrize("binary", binaries(), ids=lambda path: Path(path).name)
@@ -70,11 +68,11 @@ async def test_starting_again_leaves_the_event_loop_free(tmp_path: Path) -> None
             await asyncio.sleep(0)
 
     turning = asyncio.create_task(turn())
-    assert await own.start_again()
+    assert await own.start()
     assert num_turns > 10
     turning.cancel()
     assert redis.Redis.from_url(own.url).ping()
-    own.stop()
+    own.process.stop()
 
 
 async def test_a_server_that_does_not_start_again_says_why_and_leaves_nothing(tmp_path: Path) -> None:
@@ -82,9 +80,9 @@ async def test_a_server_that_does_not_start_again_says_why_and_leaves_nothing(tm
     binary.write_text("#!/bin/sh\necho no memory today\nexit 1\n")
     binary.chmod(0o700)
     own = OwnRedis(str(binary), tmp_path)
-    assert not await own.start_again()
-    assert own.has_ended
-    assert "no memory today" in own.log_tail()
+    assert not await own.start()
+    assert own.process.has_ended
+    assert "no memory today" in own.process.log_tail()
 
 
 def test_a_url_is_used_as_it_is_once_it_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,14 +95,14 @@ def test_a_url_is_used_as_it_is_once_it_has_answered(tmp_path: Path, monkeypatch
             return await examine(url, namespace)
         except RedisAway:
             num_failed += 1
-            assert own.start()
+            assert await own.start()
             raise
 
     monkeypatch.setattr(redis_server, "examine", examined)
     server = resolve_redis(own.url, tmp_path)
     assert num_failed == 1
     assert (server.url, server.own, server.warnings) == (own.url, None, ())
-    own.stop()
+    own.process.stop()
 
 
 @pytest.mark.parametrize("is_listening", [True, False])
