@@ -136,9 +136,11 @@ class _Checks:
     def within(self, field: str, value: Any, low: float | None = None, high: float | None = None) -> Any:
         """`low` and `high`: this request's own limits, where the field's are wider."""
         allowed = RANGES[field]
-        narrowed = Range(allowed.low if low is None else low, allowed.high if high is None else high, allowed.has_low)
-        if not narrowed.holds(value):
-            raise self._invalid(field, f"must be {narrowed}, got {_shortened(value)}")
+        if low is not None or high is not None:
+            low, high = (own if own is not None else wide for own, wide in zip((low, high), allowed, strict=False))
+            allowed = Range(low, high, allowed.has_low)
+        if not allowed.holds(value):
+            raise self._invalid(field, f"must be {allowed}, got {_shortened(value)}")
         return value
 
     def length(self, field: str, text: str | None, max_length: int) -> str:
