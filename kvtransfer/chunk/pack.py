@@ -8,21 +8,25 @@ index_copy_ wake torch's own pool and fight the forward pass for it: measured he
 0.1 to 0.5 GB/s, where numpy copies 35 to 45 GB/s.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import gcd
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.engine.contract.kv_spec import KVGroup
 from common.engine.kv.cache import KVCache
 from kvtransfer.events import Chunk
 
 # Copies `columns` of the rows of some slots between a plane and a part of a chunk's data, as `gather_rows` and
 # `scatter_rows` of `common.engine.devices.triton.chunk` do.
 CopyRows = Callable[[torch.Tensor, torch.Tensor, slice, torch.Tensor], None]
+# By their number of bytes.
+_ITEMS = {dtype.itemsize: dtype for dtype in map(np.dtype, (np.uint8, np.uint16, np.uint32, np.uint64))}
+Bytes = TypeVar("Bytes", torch.Tensor, npt.NDArray[np.uint8])
 
 
 class KVPacker(Protocol):
@@ -51,10 +55,11 @@ class NumpyKVPacker:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
+        self._planes = [[plane.numpy() for plane in planes] for planes in _planes_as_bytes(cache)]
 
     def gather(self, chunk: Chunk, block_table: tuple[int, ...], out: torch.Tensor) -> None:
         slots = _slots(self._cache, chunk, block_table)
-        for plane, columns, part in _parts(self._cache, chunk, out):
+        for plane, columns, part in self._parts(chunk, out):
             rows, at, target = _wide_items(plane, columns, part)
             for layer_rows, layer_target in zip(rows, target, strict=True):
                 if layer_target.shape[1] == layer_rows.shape[1]:
@@ -65,10 +70,19 @@ class NumpyKVPacker:
 
     def scatter(self, chunk: Chunk, block_table: tuple[int, ...], data: torch.Tensor) -> None:
         slots = _slots(self._cache, chunk, block_table)
-        for plane, columns, part in _parts(self._cache, chunk, data):
+        for plane, columns, part in self._parts(chunk, data):
             rows, at, source = _wide_items(plane, columns, part)
             for layer_rows, layer_source in zip(rows, source, strict=True):
-                layer_rows[slots, at] = layer_source
+                if layer_source.shape[1] == layer_rows.shape[1]:
+                    layer_rows[slots] = layer_source
+                else:
+                    layer_rows[slots, at] = layer_source
+
+    def _parts(
+        self, chunk: Chunk, data: torch.Tensor
+    ) -> Iterator[tuple[npt.NDArray[np.uint8], slice, npt.NDArray[np.uint8]]]:
+        group = self._cache.spec.groups[chunk.group_idx]
+        return _parts(group, self._planes[chunk.group_idx], chunk, data.numpy())
 
 
 class DeviceKVPacker:
@@ -78,6 +92,7 @@ class DeviceKVPacker:
         self._cache = cache
         self._gather_rows = gather_rows
         self._scatter_rows = scatter_rows
+        self._planes = _planes_as_bytes(cache)
         is_cuda = cache.device.type == "cuda"
         self._stream: torch.cuda.Stream | None = torch.cuda.Stream(cache.device) if is_cuda else None  # type: ignore[no-untyped-call]
 
@@ -101,7 +116,8 @@ class DeviceKVPacker:
 
     def _copy(self, copy_rows: CopyRows, chunk: Chunk, slots: npt.NDArray[np.int64], data: torch.Tensor) -> None:
         on_device = torch.from_numpy(slots).to(self._cache.device)
-        for plane, columns, part in _parts(self._cache, chunk, data):
+        group = self._cache.spec.groups[chunk.group_idx]
+        for plane, columns, part in _parts(group, self._planes[chunk.group_idx], chunk, data):
             copy_rows(plane, on_device, columns, part)
 
     @contextmanager
@@ -112,31 +128,41 @@ class DeviceKVPacker:
             self._stream.synchronize()
 
 
-def _parts(cache: KVCache, chunk: Chunk, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
-    """Per plane of the chunk's group: its rows [layers, num_slots, row_bytes], the bytes of a row that the chunk has,
-    and where in `data` they are: [layers, tokens, those bytes]. All uint8.
+def _planes_as_bytes(cache: KVCache) -> list[list[torch.Tensor]]:
+    """Per group its planes, [num_layers, num_slots, row_bytes] uint8."""
+    return [
+        [
+            memory.view(torch.uint8).view(memory.shape[0], -1, plane.row_bytes)
+            for plane, memory in zip(group.planes, memories, strict=True)
+        ]
+        for group, memories in zip(cache.spec.groups, cache.planes, strict=True)
+    ]
+
+
+def _parts(group: KVGroup, planes: Sequence[Bytes], chunk: Chunk, data: Bytes) -> Iterator[tuple[Bytes, slice, Bytes]]:
+    """Per plane of a chunk: its rows [layers, num_slots, row_bytes], the bytes of a row that the chunk has, and where
+    in `data` they are: [layers, tokens, those bytes].
     """
     num_layers, num_tokens = chunk.layer_end - chunk.layer_start, chunk.token_end - chunk.token_start
     done = 0
-    for plane, memory in zip(cache.spec.groups[chunk.group_idx].planes, cache.planes[chunk.group_idx], strict=True):
-        rows = memory[chunk.layer_start : chunk.layer_end].view(torch.uint8).view(num_layers, -1, plane.row_bytes)
-        shard_bytes = plane.row_bytes // plane.num_shards
+    for memory in planes:
+        shard_bytes = memory.shape[2] // group.num_shards
         columns = slice(chunk.shard_start * shard_bytes, chunk.shard_end * shard_bytes)
-        shape = num_layers, num_tokens, columns.stop - columns.start
-        size = shape[0] * shape[1] * shape[2]
-        yield rows, columns, data[done : done + size].view(shape)
-        done += size
-    assert done == data.numel(), f"expected {done} bytes of data, got {data.numel()}"
+        end = done + num_layers * num_tokens * (columns.stop - columns.start)
+        rows = memory[chunk.layer_start : chunk.layer_end]
+        yield rows, columns, data[done:end].reshape(num_layers, num_tokens, columns.stop - columns.start)
+        done = end
+    assert done == len(data), f"expected {done} bytes of data, got {len(data)}"
 
 
 def _wide_items(
-    plane: torch.Tensor, columns: slice, part: torch.Tensor
+    plane: npt.NDArray[np.uint8], columns: slice, part: npt.NDArray[np.uint8]
 ) -> tuple[npt.NDArray[np.generic], slice, npt.NDArray[np.generic]]:
     """As arrays of the widest items that fit: they copy faster than single bytes."""
     size = gcd(8, plane.shape[2], columns.start, columns.stop)
-    item = np.dtype(f"u{size}")
+    item = _ITEMS[size]
     at = slice(columns.start // size, columns.stop // size)
-    return plane.numpy().view(item), at, part.numpy().view(item)
+    return plane.view(item), at, part.view(item)
 
 
 def _slots(cache: KVCache, chunk: Chunk, block_table: tuple[int, ...]) -> npt.NDArray[np.int64]:

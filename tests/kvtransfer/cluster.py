@@ -242,10 +242,11 @@ async def pair(
     prefill_pairing: Fingerprint = FINGERPRINT,
     digest: bool = True,
     prefill_digest: bool | None = None,
+    caches: tuple[KVCache, KVCache] | None = None,
 ) -> AsyncIterator[Pair]:
     """Both workers; at the end everything is closed and nothing may be left staged."""
     changed = Changed()
-    source, target = new_cache(prefill_block_size), new_cache(decode_block_size)
+    source, target = caches or (new_cache(prefill_block_size), new_cache(decode_block_size))
     planner = ChunkPlanner(source.spec, min_chunk_bytes)
 
     def settings(ref: WorkerRef, kv: KVCache, fingerprint: Fingerprint, digest: bool) -> SessionSettings:
