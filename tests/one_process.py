@@ -13,6 +13,7 @@ from common.checkpoint import open_checkpoint
 from common.engine.contract.plan import SampleSpec
 from common.engine.model.weights import load_tensors
 from common.engine.sampling import sample
+from common.guided.masks import Masks, guided_tokenizer
 from common.values.request import SampledToken, SamplingParams
 from tests.reference_model import ReferenceModel
 
@@ -37,12 +38,12 @@ def generate_tokens(
     dtype: str = "float32",
 ) -> list[list[SampledToken]]:
     """The same with logprobs."""
-    model = _load(str(model_path), dtype)
-    return [_generate_choice(model, tuple(token_ids), params, choice_idx) for choice_idx in choices]
+    model, masks = _load(str(model_path), dtype), _masks(str(model_path)) if params.grammar else None
+    return [_generate_choice(model, tuple(token_ids), params, choice_idx, masks) for choice_idx in choices]
 
 
 def _generate_choice(
-    model: ReferenceModel, prompt: tuple[int, ...], params: SamplingParams, choice_idx: int
+    model: ReferenceModel, prompt: tuple[int, ...], params: SamplingParams, choice_idx: int, masks: Masks | None
 ) -> list[SampledToken]:
     past = model.new_past()
     output: list[SampledToken] = []
@@ -52,7 +53,8 @@ def _generate_choice(
         token_ids = prompt + tuple(token.token_id for token in output)
         banned = _banned(params, [token.token_id for token in output])
         spec = SampleSpec(choice_idx, len(output), params, len(prompt), token_ids, banned)
-        (token,) = sample(logits, [spec])
+        allowed = {} if masks is None else {0: masks.allowed(params.grammar, token_ids[len(prompt) :])}
+        (token,) = sample(logits, [spec], None, allowed)
         assert isinstance(token, SampledToken), token
         output.append(token)
         if params.finish_reason(token.token_id, len(output)) is not None:
@@ -65,6 +67,12 @@ def _banned(params: SamplingParams, output: list[int]) -> tuple[int, ...]:
     too_soon = params.stop_token_ids if len(output) < params.min_tokens else ()
     spelled = [word[-1] for word in params.bad_words if (*output, word[-1])[-len(word) :] == word]
     return (*too_soon, *spelled)
+
+
+@lru_cache(maxsize=4)
+def _masks(model_path: str) -> Masks:
+    checkpoint = open_checkpoint(model_path)
+    return Masks(guided_tokenizer(checkpoint.tokenizer(), checkpoint.config.vocab_size, checkpoint.eos_token_ids))
 
 
 @lru_cache(maxsize=4)

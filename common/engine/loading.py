@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from common.checkpoint import Checkpoint, ModelSpec, open_checkpoint
+from common.checkpoint import Checkpoint, CheckpointError, ModelSpec, open_checkpoint
 from common.engine.contract.device import Device
 from common.engine.contract.kv_spec import KVGroup, KVSpec
 from common.engine.contract.progress import LoadPhase, Progress, no_progress
@@ -21,6 +21,8 @@ from common.engine.kv.attention_planes import attention_planes
 from common.engine.kv.cache import KVCache, num_blocks_that_fit
 from common.engine.model.decoder import Decoder, build_decoder
 from common.engine.model.weights import open_weights
+from common.engine.sampling.guided import GuidedRows
+from common.guided.masks import GrammarFailed, Masks, guided_tokenizer
 from common.values.config import KVCacheDtype, Quantization, WorkerConfig
 from common.values.request import Fingerprint
 
@@ -33,6 +35,7 @@ class LoadedModel:
     """A model on its device. `fingerprint` is what must be equal before two workers exchange KV."""
 
     device: Device
+    guided: GuidedRows
     model: Decoder
     runner: ModelRunner
     cache: KVCache
@@ -58,12 +61,14 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
     weights = open_weights(checkpoint, device.dtype, device.place, on_taken, dequantize)
     model = build_decoder(spec, weights, device)
     max_model_len = _max_model_len(config, spec, cache)
-    runner = _new_runner(config, model, cache, device, max_model_len)
+    guided = GuidedRows(partial(_open_masks, checkpoint))
+    runner = _new_runner(config, model, cache, device, max_model_len, guided)
     progress(LoadPhase.SELF_TEST, 0.0)
     device.tune(cache.layers[0], spec.num_heads, spec.head_dim)
     self_test(runner)
     return LoadedModel(
         device=device,
+        guided=guided,
         model=model,
         runner=runner,
         cache=cache,
@@ -101,14 +106,25 @@ def refit(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
         gc.collect()  # the ended role is a web of callbacks: what it holds besides, as CUDA graphs, goes with it
         cache = KVCache(kv_spec, num_blocks, loaded.device.place)
     max_model_len = _max_model_len(config, loaded.spec, cache)
-    runner = _new_runner(config, loaded.model, cache, loaded.device, max_model_len)
+    runner = _new_runner(config, loaded.model, cache, loaded.device, max_model_len, loaded.guided)
     return replace(loaded, runner=runner, cache=cache, max_model_len=max_model_len)
 
 
-def _new_runner(config: WorkerConfig, model: Decoder, cache: KVCache, device: Device, max_len: int) -> ModelRunner:
+def _open_masks(checkpoint: Checkpoint) -> Masks:
+    """Raises GrammarFailed where the model has no tokenizer that can be read."""
+    try:
+        tokenizer = checkpoint.tokenizer()
+    except CheckpointError as error:
+        raise GrammarFailed(str(error)) from error
+    return Masks(guided_tokenizer(tokenizer, checkpoint.config.vocab_size, checkpoint.eos_token_ids))
+
+
+def _new_runner(
+    config: WorkerConfig, model: Decoder, cache: KVCache, device: Device, max_len: int, guided: GuidedRows
+) -> ModelRunner:
     capture = device.new_capture() if config.cuda_graphs else None
     graphs = DecodeGraphs(model, cache, config.max_num_seqs, max_len, capture) if capture is not None else None
-    return ModelRunner(model, cache, device, graphs)
+    return ModelRunner(model, cache, device, graphs, guided=guided)
 
 
 def kv_spec_of(spec: ModelSpec, kv_dtype: torch.dtype, block_size: int) -> KVSpec:

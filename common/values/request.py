@@ -38,11 +38,17 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of output tokens that may not be; none is empty
+    grammar: str = ""  # that the output must follow, see `common.guided`; empty = none
 
     @property
     def has_penalties(self) -> bool:
         """True when sampling depends on the tokens so far."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def needs_history(self) -> bool:
+        """True when the tokens so far decide which tokens may be drawn, or how likely they are."""
+        return self.has_penalties or bool(self.grammar)
 
     def banned_token_ids(self, token_ids: Sequence[int], num_output_tokens: int) -> tuple[int, ...]:
         """Tokens that may not follow `token_ids`, of which the last are output: they end it too soon, or a bad word."""

@@ -20,6 +20,7 @@ from router.front.output import Deltas, RequestOutput, Update
 from router.front.service_protocol import GenerationService, Readiness
 from router.observe.request_metrics import NullMetrics, RouterMetrics
 from router.request import limits
+from router.request.constraint import Grammars
 from router.request.served_model import ServedModel
 from router.request.spec import ChatPrompt, Prompt, RequestSpec, TextPrompt, TokenPrompt
 from router.request.validation import Validator, ValidRequest
@@ -49,6 +50,7 @@ class Frontend:
         self.validator = validator
         self.token_texts = TokenTexts(tokenizer.tokenizer)
         self.in_flight = InFlight(service)
+        self._grammars = Grammars(tokenizer.tokenizer, model.vocab_size, model.eos_token_ids)
         self._metrics = metrics
 
     def readiness(self) -> Readiness:
@@ -70,7 +72,8 @@ class Frontend:
         tenant.check_places()
         self.validator.check_model(spec.stated.model or "")
         token_ids = await self.tokenize(spec.prompt)
-        request = self.validator.validate(spec, token_ids, request_id, tenant)
+        grammar = await self._grammars.grammar_of(spec.constraint)
+        request = self.validator.validate(spec, token_ids, request_id, tenant, grammar)
         if trace_parent:
             traced = replace(request.generation, trace_parent=trace_parent[: limits.MAX_TRACE_PARENT_LENGTH])
             request = replace(request, generation=traced)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import msgspec
 
 from router.request import limits
+from router.request.constraint import Constraint
 from router.text.chat_template import Message
 
 
@@ -115,6 +116,7 @@ class RequestSpec:
     num_logprobs: int | None = None
     deadline_s: float | None = None
     pins: Pins = field(default_factory=Pins)
+    constraint: Constraint | None = None
     return_text: bool = True
     echo: bool = False
     api_names: Mapping[str, str] = field(default_factory=dict)

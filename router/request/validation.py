@@ -74,12 +74,12 @@ class Validator:
             raise ModelNotFound(text, param="model")
 
     def validate(
-        self, spec: RequestSpec, token_ids: Sequence[int], request_id: RequestId, tenant: Tenant
+        self, spec: RequestSpec, token_ids: Sequence[int], request_id: RequestId, tenant: Tenant, grammar: str = ""
     ) -> ValidRequest:
-        """`token_ids` are the tokens of `spec.prompt`."""
+        """`token_ids` are the tokens of `spec.prompt`, `grammar` is what `spec.constraint` became."""
         check = _Checks(spec, self._model, self._encode)
         check.prompt(token_ids)
-        sampling = check.sampling(len(token_ids), self._seeds)
+        sampling = check.sampling(len(token_ids), self._seeds, grammar)
         stated, pins = spec.stated, spec.pins
         generation = GenerationRequest(
             request_id=request_id,
@@ -115,9 +115,11 @@ class _Checks:
         if len(token_ids) >= self._model.max_model_len:
             raise self._too_long(len(token_ids), 1)
 
-    def sampling(self, num_prompt_tokens: int, seeds: random.Random) -> SamplingParams:
+    def sampling(self, num_prompt_tokens: int, seeds: random.Random, grammar: str) -> SamplingParams:
         """What the workers hear of how to sample and when to stop."""
         stated, seed = self._stated, self._stated.seed
+        if grammar and stated.ignore_eos:
+            raise self._invalid("ignore_eos", "does not go with a constrained output, which knows where it ends")
         eos_ids = () if stated.ignore_eos else self._model.eos_token_ids
         stop_ids = (*eos_ids, *self._token_ids("stop_token_ids", limits.MAX_STOP_TOKEN_IDS))
         max_tokens, allowed_ids = self._max_tokens(num_prompt_tokens), self._allowed_token_ids(stop_ids)
@@ -130,6 +132,7 @@ class _Checks:
             bad_words=self._bad_words(allowed_ids, stop_ids),
             num_logprobs=self._num_logprobs(),
             stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+            grammar=grammar,
             **self._numbers(),
         )
 

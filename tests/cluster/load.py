@@ -1,6 +1,7 @@
 """Requests to a cluster and what must come back: streams over HTTP, checked token for token against one process."""
 
 import asyncio
+import dataclasses
 import functools
 import json
 import random
@@ -10,6 +11,8 @@ from typing import Any
 
 import httpx
 
+from common.checkpoint import open_checkpoint
+from common.guided.grammar import of_regex
 from common.values.request import SamplingParams
 from tests.one_process import generate
 
@@ -33,6 +36,7 @@ class Case:
     temperature: float = 1.0
     max_tokens: int = 24
     num_choices: int = 1
+    regex: str = ""  # that the output must match; it then ends by itself
 
     def body(self, model: str) -> dict[str, Any]:
         return {
@@ -43,8 +47,8 @@ class Case:
             "seed": self.seed,
             "n": self.num_choices,
             "stream": True,
-            "ignore_eos": True,
             "return_token_ids": True,
+            **({"guided_regex": self.regex} if self.regex else {"ignore_eos": True}),
         }
 
     def expected(self, model_path: Path) -> list[list[int]]:
@@ -55,6 +59,9 @@ class Case:
 @functools.cache
 def _expected(case: Case, model_path: Path) -> list[list[int]]:
     params = SamplingParams(seed=case.seed, max_tokens=case.max_tokens, temperature=case.temperature)
+    if case.regex:
+        stop_token_ids = open_checkpoint(model_path).eos_token_ids
+        params = dataclasses.replace(params, grammar=of_regex(case.regex), stop_token_ids=stop_token_ids)
     return generate(model_path, case.token_ids, params, choices=tuple(range(case.num_choices)))
 
 
@@ -109,6 +116,7 @@ def wrong(model_path: Path, cases: list[Case], answers: list[list[Streamed]]) ->
     faults = []
     for case, answer in zip(cases, answers, strict=True):
         for idx, (choice, expected) in enumerate(zip(answer, case.expected(model_path), strict=True)):
-            if choice.token_ids != expected or choice.finish_reason != "length":
+            reason = "stop" if case.regex and len(expected) < case.max_tokens else "length"
+            if choice.token_ids != expected or choice.finish_reason != reason:
                 faults.append(f"seed {case.seed} choice {idx}: {choice} expected {expected}")
     return faults

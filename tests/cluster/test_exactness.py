@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,26 @@ async def test_bad_words_are_kept_out_as_in_one_process_over_both_apis(crowded: 
             reply = await client.post(f"{crowded.url}/v1/completions", json=body)
             assert reply.json()["choices"][0]["token_ids"] == expected
     records = crowded.get(f"/admin/v1/requests?limit={2 * len(tried)}")["requests"]
+    assert {record["attempts"][-1]["is_local"] for record in records} == {True, False}
+
+
+GUIDED = r'\{"name": "[a-zA-Z ]{3,30}", "age": [1-9][0-9]?(, "tags": \[("[a-z]{1,8}"(, )?){1,6}\])?\}'
+
+
+async def test_guided_outputs_match_and_are_those_of_one_process(crowded: Cluster, tiny_model: Path) -> None:
+    """1. shipped and local, several choices, crowded until sequences are preempted; 2. each output matches whole."""
+    cases = [
+        *random_cases(10, seed=8, regex=GUIDED, max_tokens=90),
+        *random_cases(4, seed=9, regex=GUIDED, max_tokens=90, num_choices=3, temperature=0.8),
+        *random_cases(3, seed=10, regex="[0-9]{60}", max_tokens=90, temperature=0.0),
+    ]
+    found = await run_all(crowded.url, "tiny", cases)
+    assert wrong(tiny_model, cases, found) == []
+    tokenizer = open_checkpoint(tiny_model).tokenizer()
+    for case in cases:
+        for output in case.expected(tiny_model):
+            assert len(output) == 90 or re.fullmatch(case.regex, tokenizer.decode(output)), output
+    records = crowded.get(f"/admin/v1/requests?limit={len(cases)}")["requests"]
     assert {record["attempts"][-1]["is_local"] for record in records} == {True, False}
 
 

@@ -117,7 +117,10 @@ async def test_scaling_down_and_up_under_load_fails_no_request(cluster: Cluster,
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_worker_killed_under_load_is_not_noticed(cluster: Cluster, tiny_model: Path, role: str) -> None:
     """1. load; 2. kill -9 one worker; 3. no gap, no repeat, the same tokens; 4. the pool is whole again."""
-    cases = random_cases(60, seed=21, max_tokens=240)
+    cases = [
+        *random_cases(45, seed=21, max_tokens=240),
+        *random_cases(15, seed=20, max_tokens=240, regex='(\\{"k": "[a-z ]{20,40}"\\} ?){4,6}'),
+    ]
     victim = cluster.workers(role)[0]["pid"]
     load = asyncio.create_task(run_all(cluster.url, "tiny", cases))
     # Of the 60, 16 at once: prompts keep coming all the time. A prefill of this model is too short to be seen.

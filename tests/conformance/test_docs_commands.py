@@ -56,7 +56,7 @@ def test_what_cannot_be_run_here_says_why() -> None:
 
 def test_placeholders_are_filled_in() -> None:
     assert filled_in(Command("p", 1, "pdserve drain WORKER")) == "pdserve drain decode-0"
-    assert filled_in(Command("p", 1, "pdserve explain REQUEST_ID")) == "pdserve explain --last"
+    assert filled_in(Command("p", 1, "pdserve explain ID")) == "pdserve explain --last"
 
 
 def test_a_command_that_fails_or_is_unknown_is_a_failure(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ class SampleSpec:
     """Draw one token from the logits of one scheduled token.
 
     `position` is the output position of the token to draw (noise and min_tokens depend on it).
-    `token_ids` (prompt and output so far) is set only when the params have penalties.
+    `token_ids` (prompt and output so far) is set only when the params need them: for penalties or a grammar.
     `banned_token_ids` may not be drawn.
     """
 
@@ -125,7 +125,7 @@ def sample_spec(work: Work, choice_idx: int, token_ids: Sequence[int]) -> Sample
         position=position,
         params=params,
         num_prompt_tokens=work.num_prompt_tokens,
-        token_ids=tuple(token_ids) if params.has_penalties else (),
+        token_ids=tuple(token_ids) if params.needs_history else (),
         banned_token_ids=params.banned_token_ids(token_ids, position),
     )
 

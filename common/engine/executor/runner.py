@@ -16,6 +16,8 @@ from common.engine.kv.cache import KVCache
 from common.engine.kv.fence import Fence
 from common.engine.model.decoder import Decoder
 from common.engine.sampling import SampleError, sample
+from common.engine.sampling.guided import Allowed, GuidedRows
+from common.guided.masks import GrammarFailed, Masks
 from common.values.ranks import WHOLE, Rank
 from common.values.request import SampledToken
 
@@ -30,12 +32,14 @@ class ModelRunner:
         device: Device,
         graphs: DecodeGraphs | None = None,  # None = every kernel is launched by itself
         rank: Rank = WHOLE,
+        guided: GuidedRows | None = None,  # None = no plan has a grammar
     ) -> None:
         self.rank = rank
         self._model = model
         self._cache = cache
         self._device = device
         self._graphs = graphs
+        self._guided = guided or GuidedRows(_no_masks)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> StepResult:
@@ -54,16 +58,23 @@ class ModelRunner:
         token_ids = self._int64([token_id for seq in sequences for token_id in seq.new_token_ids])
         ends = accumulate(seq.num_new for seq in sequences)
         rows = [row for seq, end in zip(sequences, ends, strict=True) for row in range(end - seq.num_logits, end)]
+        sampled = [seq for seq in sequences if seq.samples]
+        specs = [spec for seq in sampled for spec in seq.samples]
+        allowed = self._guided.start(specs)
         has_all_rows = layer_hook is None and len(rows) == len(token_ids)
         if has_all_rows and self._graphs is not None and self._graphs.can_run(batch):
             logits = self._graphs.run(token_ids, batch)
         else:
             hook = _marking(self._cache.fence, layer_hook) if self._cache.fence is not None else layer_hook
             logits = self._model.forward(token_ids, batch, self._cache.layers, self._int64(rows), hook)
-        return _sample([seq for seq in sequences if seq.samples], logits, self._device.draws)
+        return _sample(sampled, specs, logits, self._device.draws, allowed())
 
     def _int64(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device.place)
+
+
+def _no_masks() -> Masks:
+    raise GrammarFailed("this model was opened without a tokenizer")
 
 
 def _marking(fence: Fence, layer_hook: LayerHook | None) -> LayerHook:
@@ -113,14 +124,17 @@ def _pad_tables(sequences: Sequence[ScheduledSequence], lens: list[int], block_s
 
 
 def _sample(
-    sequences: list[ScheduledSequence], logits: torch.Tensor, draws: DrawCandidates | None
+    sequences: list[ScheduledSequence],
+    specs: list[SampleSpec],  # of all their samples
+    logits: torch.Tensor,
+    draws: DrawCandidates | None,
+    allowed: Allowed,
 ) -> tuple[SequenceResult, ...]:
     """One row of logits serves all choices of its sequence; with drafts there is one for each sample."""
-    specs: list[SampleSpec] = [spec for seq in sequences for spec in seq.samples]
     if len(specs) > logits.shape[0]:
         uses = [1 if seq.draft_token_ids else len(seq.samples) for seq in sequences for _ in range(seq.num_logits)]
         logits = logits.repeat_interleave(torch.tensor(uses, device=logits.device), dim=0)
-    drawn = iter(sample(logits, specs, draws))
+    drawn = iter(sample(logits, specs, draws, allowed))
     return tuple(_result(seq, [next(drawn) for _ in seq.samples]) for seq in sequences)
 
 

@@ -7,17 +7,20 @@ A row that is not finite is an error of that row alone.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from common.engine.contract.draws import DeviceDraws, DrawCandidates
 from common.engine.contract.plan import SampleSpec
-from common.engine.sampling.adjust import adjust, needs_adjustment
+from common.engine.sampling.adjust import FORBIDDEN, adjust, needs_adjustment
 from common.engine.sampling.draw import TorchDraws, draw, draw_filtered, draw_narrowed
 from common.engine.sampling.filters import has_filters
+from common.engine.sampling.guided import Allowed, within_grammars
 from common.engine.sampling.logprobs import logprobs_of
 from common.values.request import SampledToken
 
+NOTHING_GUIDED: Allowed = MappingProxyType({})
 GREEDY_BELOW = 1e-5  # temperatures that would only amplify rounding
 _MAX_SCALED = 1e38  # below float32's largest number, with room for the noise
 
@@ -30,11 +33,14 @@ class SampleError:
 
 
 def sample(
-    logits: torch.Tensor, specs: Sequence[SampleSpec], draws: DrawCandidates | None = None
+    logits: torch.Tensor,
+    specs: Sequence[SampleSpec],
+    draws: DrawCandidates | None = None,
+    allowed: Allowed = NOTHING_GUIDED,
 ) -> list[SampledToken | SampleError]:
     """Draw one token per row of `logits` [len(specs), vocab_size] float32, which is left unchanged.
 
-    `draws` speeds draws from the whole vocabulary up and changes none.
+    `draws` speeds draws from the whole vocabulary up and changes none. `allowed`: the rows under a grammar.
     Logprobs are of the raw logits: before penalties, bias, temperature and filters, as OpenAI and vLLM report them.
     """
     assert logits.shape[0] == len(specs), f"{logits.shape[0]} rows for {len(specs)} specs"
@@ -45,20 +51,31 @@ def sample(
     bests = best.tolist()
     is_finite = list(map(math.isfinite, bests))
     device = draws if isinstance(draws, DeviceDraws) else None
-    picking = device.adjusted(logits, specs) if device is not None else _adjusted(logits, specs)
+    guided = within_grammars(logits, allowed)
+    picking = device.adjusted(guided, specs) if device is not None else _adjusted(guided, specs)
     if picking is not logits:
         best, best_ids = (draws or TorchDraws()).best(picking)
+        if dead_ends := [row for row in allowed if best[row] == FORBIDDEN]:
+            # The grammar leaves only what other rules forbid, as the end before min_tokens: the grammar counts.
+            picking = picking.index_copy(0, *_rows_of(guided, dead_ends))
+            best, best_ids = (draws or TorchDraws()).best(picking)
         bests = best.tolist()
     may_draw = [
-        row_is_finite and _stays_finite(value, spec)
-        for row_is_finite, value, spec in zip(is_finite, bests, specs, strict=True)
+        row_is_finite and not isinstance(allowed.get(row), str) and _stays_finite(value, spec)
+        for row, (row_is_finite, value, spec) in enumerate(zip(is_finite, bests, specs, strict=True))
     ]
     token_ids = _pick(picking, best_ids, specs, may_draw, draws, device)
     logprobs = logprobs_of(logits, token_ids, specs)
     return [
-        SampledToken(token_id, *logprobs.get(row, ())) if may_draw[row] else _error(is_finite[row])
+        SampledToken(token_id, *logprobs.get(row, ())) if may_draw[row] else _error(is_finite[row], allowed.get(row))
         for row, token_id in enumerate(token_ids.tolist())
     ]
+
+
+def _rows_of(logits: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(numbers, contents) of some rows."""
+    numbers = torch.tensor(rows, device=logits.device)
+    return numbers, logits[numbers]
 
 
 def is_greedy(spec: SampleSpec) -> bool:
@@ -70,7 +87,9 @@ def _stays_finite(best: float, spec: SampleSpec) -> bool:
     return math.isfinite(best) and (is_greedy(spec) or abs(best) <= _MAX_SCALED * spec.params.temperature)
 
 
-def _error(is_finite: bool) -> SampleError:
+def _error(is_finite: bool, allowed: object) -> SampleError:
+    if isinstance(allowed, str):
+        return SampleError(f"guided decoding: {allowed}")
     return SampleError("no token may be drawn" if is_finite else "logits are not finite")
 
 

@@ -11,6 +11,7 @@ from common.wire.pb import generation_pb2 as pb
 from router.front.openai.fields import check_unused
 from router.front.openai.prompts import check_role, check_template_kwargs
 from router.request import limits
+from router.request.constraint import Constraint
 from router.request.spec import ChatPrompt, Pins, Prompt, RequestSpec, Stated, TextPrompt, TokenPrompt
 from router.text.chat_template import Message as ChatMessage
 from router.text.chat_template import chat_message
@@ -25,7 +26,8 @@ _GROUPS: Mapping[str, Descriptor] = {
 API_NAMES = {name: f"{group}.{name}" for group, message in _GROUPS.items() for name in message.fields_by_name}
 _PROMPT_NAMES = {"prompt": "prompt", "token_ids": "token_ids.ids", "chat": "chat.messages"}
 _STATED = frozenset(Stated.__struct_fields__)
-_READ_APART = frozenset({"max_tokens", "logprobs", "return_text", "echo", "return_timings"})
+_CONSTRAINTS = frozenset({"json_schema", "regex", "grammar", "choice"})
+_READ_APART = _CONSTRAINTS | {"max_tokens", "logprobs", "return_text", "echo", "return_timings"}
 _template_kwargs = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -41,10 +43,19 @@ def generate_spec(request: pb.GenerateRequest, deadline_s: float | None) -> Requ
         num_logprobs=output.logprobs if output.HasField("logprobs") else None,
         deadline_s=deadline_s,
         pins=Pins(routing.prefill_worker_id, routing.decode_worker_id, routing.force_colocated),
+        constraint=_constraint(request.sampling),
         return_text=output.return_text if output.HasField("return_text") else True,
         echo=output.echo,
         api_names={**API_NAMES, "prompt": _PROMPT_NAMES[kind]},
     )
+
+
+def _constraint(sampling: pb.SamplingParams) -> Constraint | None:
+    kind = sampling.WhichOneof("constraint")
+    if kind is None:
+        return None
+    value = list(sampling.choice.values) if kind == "choice" else getattr(sampling, kind)
+    return Constraint(kind, value, f"sampling.{kind}")
 
 
 def prompt_of(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from router.front.openai.constraints import ResponseFormat, StructuredOutputs
 from router.front.openai.fields import Ignored, NotOffered
 from router.request import limits
 from router.request.spec import Stated, within
@@ -30,6 +31,12 @@ class GenerationBody(Stated, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_timings: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     metadata: Ignored = None
     prediction: Ignored = None
     prompt_cache_key: Ignored = None
@@ -40,21 +47,15 @@ class GenerationBody(Stated, forbid_unknown_fields=True, kw_only=True):
     allowed_tools: NotOffered = None
     best_of: NotOffered = None
     documents: NotOffered = None
-    guided_choice: NotOffered = None
-    guided_grammar: NotOffered = None
-    guided_json: NotOffered = None
-    guided_regex: NotOffered = None
     length_penalty: NotOffered = None
     prompt_logprobs: NotOffered = None
     request_id: NotOffered = None
-    response_format: NotOffered = None
     return_tokens_as_token_ids: NotOffered = None
     service_tier: NotOffered = None
     session_id: NotOffered = None
     spaces_between_special_tokens: NotOffered = None
     store: NotOffered = None
     stream_interval: NotOffered = None
-    structured_outputs: NotOffered = None
     truncate_prompt_tokens: NotOffered = None
     use_beam_search: NotOffered = None
 

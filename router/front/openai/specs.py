@@ -1,6 +1,7 @@
 """What a body of the OpenAI API asks for, as a `RequestSpec`. Pure: no IO. Ranges are left to `validation`."""
 
 from common.values.errors import InvalidRequest, Unsupported
+from router.front.openai.constraints import constraint_of
 from router.front.openai.fields import refuse_unsupported
 from router.front.openai.prompts import chat_prompt, prompts_of
 from router.front.openai.requests import ChatBody, CompletionBody, GenerationBody
@@ -22,6 +23,7 @@ def completion_specs(body: CompletionBody, deadline_s: float | None) -> list[Req
             max_tokens=body.max_tokens,
             num_logprobs=body.logprobs,
             deadline_s=deadline_s,
+            constraint=constraint_of(body),
             echo=bool(body.echo),
             api_names=_API_NAMES,
         )
@@ -39,6 +41,7 @@ def chat_spec(body: ChatBody, deadline_s: float | None) -> RequestSpec:
         max_tokens=max_tokens,
         num_logprobs=_chat_logprobs(body),
         deadline_s=deadline_s,
+        constraint=constraint_of(body),
         api_names={**_API_NAMES, "prompt": "messages", "max_tokens": max_tokens_name, "logprobs": "top_logprobs"},
     )
 

@@ -60,6 +60,7 @@ SAMPLING = SamplingParams(
     min_tokens=2,
     stop_token_ids=(7, 8),
     bad_words=((3,), (4, 70_000)),
+    grammar="start: /x/",
 )
 WORK = Work(
     attempt_id=ATTEMPT,

@@ -80,7 +80,7 @@ BODIES: Mapping[str, dict[str, Any]] = {
     "wrong type deep": {"messages": [{"role": WORDS, "content": WORDS}]},
     "unknown field": {"prompt": WORDS, NAME: WORDS},
     "unknown field deep": {"messages": [{"role": "user", "content": WORDS, NAME: WORDS}]},
-    "unsupported": {"prompt": WORDS, "guided_regex": WORDS},
+    "unsupported": {"prompt": WORDS, "suffix": WORDS},
     "unsupported schema": {"messages": CHAT, "response_format": {"type": "json_schema", "x": WORDS}},
     "unsupported template": {"messages": CHAT, "chat_template": WORDS},
     "template arguments": {"messages": CHAT, "chat_template_kwargs": {"messages": WORDS}},
@@ -112,6 +112,24 @@ async def test_a_refused_body_is_not_repeated(
         reply = await rigs.http.client.post(path, content=content, headers=headers)
         assert 400 <= reply.status_code < 500, reply.text
         check(rigs, capsys, caplog, reply.text)
+
+
+CONSTRAINTS: Mapping[str, Any] = {
+    "pattern": {"prompt": WORDS, "guided_regex": f"{WORDS}["},
+    "schema": {"prompt": WORDS, "guided_json": {"type": WORDS}},
+    "grammar": {"prompt": WORDS, "guided_grammar": WORDS},
+    "reference": {"prompt": WORDS, "guided_json": {"$ref": f"#/{WORDS}"}},
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+async def test_a_refused_constraint_is_repeated_to_its_client_alone(
+    rigs: Rigs, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """The client hears which part of it is wrong; logs and metrics have nothing of it."""
+    reply = await rigs.http.client.post("/v1/completions", json=CONSTRAINTS[name], headers=bearer(ACME))
+    assert reply.status_code == 400, reply.text
+    check(rigs, capsys, caplog, "")
 
 
 RAW: Mapping[str, bytes] = {
@@ -179,7 +197,7 @@ async def test_what_fails_behind_the_front_end_tells_nothing(
 
 REQUESTS: Mapping[str, pb.GenerateRequest] = {
     "wrong value": pb.GenerateRequest(prompt=WORDS, sampling=pb.SamplingParams(temperature=-1)),
-    "unsupported": pb.GenerateRequest(prompt=WORDS, sampling=pb.SamplingParams(regex=WORDS)),
+    "unsupported": pb.GenerateRequest(prompt=WORDS, sampling=pb.SamplingParams(use_beam_search=True), session_id=WORDS),
     "bad words": pb.GenerateRequest(prompt=WORDS, sampling=pb.SamplingParams(bad_words=[WORDS] * 65)),
     "session": pb.GenerateRequest(prompt=WORDS, session_id=WORDS),
     "too long": pb.GenerateRequest(prompt=WORDS * 100),

@@ -84,7 +84,7 @@ async def test_every_path_of_the_api_is_described_with_its_methods(rig: HttpRig)
         ({"messages": [{"role": "tool", "content": "x"}]}, False),
         ({"messages": USER, "temprature": 1}, False),
         ({"messages": USER, "metadata": {"any": ["thing"]}, "prompt_cache_key": 7}, True),
-        ({"messages": USER, "response_format": {"type": "json_object"}}, False),
+        ({"messages": USER, "response_format": {"type": "json_object"}}, True),
         ({"messages": USER, "response_format": {"type": "text"}}, True),
         ({}, False),
         *[({"messages": USER, name: value}, True) for name in NEUTRAL for value in NEUTRAL[name]
