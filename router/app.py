@@ -21,14 +21,16 @@ from typing import Any
 import uvloop
 
 from common.checkpoint import open_checkpoint
+from common.cluster.pools import PoolStore
 from common.cluster.prefix_index.mirror import PrefixIndexMirror
 from common.cluster.redis_check import say_redis
 from common.cluster.registry import RedisRegistry
-from common.cluster.reports import loading_reports, router_reports
+from common.cluster.reports import LoadingWorker, loading_reports, parsed, router_reports
 from common.telemetry.logs import get_logger
 from common.telemetry.metrics import Metrics
 from common.values.addresses import join_address
 from common.values.config import RouterConfig
+from common.values.messages import Role
 from router.front.frontend import Frontend
 from router.front.grpc.server import GrpcServer
 from router.front.http.admin import AdminHooks, PoolStatus, ScalePools
@@ -224,13 +226,24 @@ async def _service(
     config: RouterConfig, index: PrefixIndexMirror, metrics: Metrics, on_end: OnEnd | None
 ) -> AsyncIterator[RouterService]:
     registry = RedisRegistry(config.redis_url, config.namespace)
-    service = RouterService(config, index, registry, metrics, on_end=on_end)
+    loading = loading_reports(config.redis_url, config.namespace)
+    pools = PoolStore(config.redis_url, config.namespace)
+
+    async def expected() -> frozenset[Role]:
+        """Of a pool that shall not be empty, or whose worker says that it loads."""
+        sizes = await pools.get_desired() or {}
+        workers = parsed(LoadingWorker, await loading.live() or {})
+        return frozenset(role for role in Role if sizes.get(role) or any(worker.role == role for worker in workers))
+
+    service = RouterService(config, index, registry, metrics, on_end=on_end, expected=expected)
     try:
         await service.start()
         yield service
     finally:
         await service.close()
         await registry.close()
+        await loading.aclose()
+        await pools.close()
 
 
 @asynccontextmanager

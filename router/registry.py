@@ -6,12 +6,12 @@ says that the worker lives, and one that broke is opened again for a while: Redi
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from common.cluster.protocol import Registration, Registry
 from common.tls.identity import Identity
 from common.values.ids import RouterId, WorkerRef
-from common.values.messages import RouterMessage
+from common.values.messages import Role, RouterMessage
 from router.core.events import RouterEvent, WorkersListed
 from router.worker_client import WorkerClient
 
@@ -20,13 +20,27 @@ POLL_INTERVAL_S = 0.5
 UNLISTED_S = 30.0
 
 
+# Roles of which a worker is being started or loads.
+ExpectedRoles = Callable[[], Awaitable[frozenset[Role]]]
+
+
+async def _nothing_expected() -> frozenset[Role]:
+    return frozenset()
+
+
 class WorkerDirectory:
     """Owns the clients and their tasks."""
 
     def __init__(
-        self, registry: Registry, router_id: RouterId, post: Callable[[RouterEvent], None], identity: Identity
+        self,
+        registry: Registry,
+        router_id: RouterId,
+        post: Callable[[RouterEvent], None],
+        identity: Identity,
+        expected: ExpectedRoles = _nothing_expected,
     ) -> None:
         self._registry = registry
+        self._expected = expected
         self._identity = identity
         self._router_id = router_id
         self._post = post
@@ -54,10 +68,10 @@ class WorkerDirectory:
             while True:
                 listed = await self._registry.live_workers()
                 if listed is not None:
-                    self._follow(listed, tasks)
+                    self._follow(listed, await self._expected(), tasks)
                 await asyncio.sleep(POLL_INTERVAL_S)
 
-    def _follow(self, listed: list[Registration], tasks: asyncio.TaskGroup) -> None:
+    def _follow(self, listed: list[Registration], expected: frozenset[Role], tasks: asyncio.TaskGroup) -> None:
         refs = frozenset(registration.ref for registration in listed)
         self._superseded &= refs
         for registration in listed:
@@ -66,7 +80,7 @@ class WorkerDirectory:
                 self._clients[registration.ref] = client
                 tasks.create_task(self._run_client(client))
         self._retire_missing(refs, time.monotonic())
-        self._post(WorkersListed(refs | self._clients.keys()))
+        self._post(WorkersListed(refs | self._clients.keys(), expected))
 
     def _retire_missing(self, listed: frozenset[WorkerRef], now_s: float) -> None:
         missing = {ref for ref, client in self._clients.items() if ref not in listed and not client.is_connected}

@@ -47,7 +47,7 @@ from router.front.service_protocol import ClusterState, JsonObject, Readiness, W
 from router.observe.event_log import EventLog
 from router.observe.recent import Recent, RecentView
 from router.observe.request_metrics import NullMetrics, RequestMetrics, RouterMetrics
-from router.registry import WorkerDirectory
+from router.registry import ExpectedRoles, WorkerDirectory
 from router.stream import GenerationStream
 
 GAUGES_INTERVAL_S = 1.0
@@ -58,7 +58,7 @@ _NO_METRICS = NullMetrics()
 class RouterService:
     """Start it inside the running loop, close it when done. `wait` raises what broke it, if anything did.
 
-    `on_end` gets the record of each request that has ended.
+    `on_end` gets the record of each request that has ended; `expected` says which roles wait for a worker that loads.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class RouterService:
         metrics: RouterMetrics = _NO_METRICS,
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[JsonObject], None] | None = None,
+        expected: ExpectedRoles | None = None,
     ) -> None:
         self._index = index
         self._registry = registry
@@ -83,6 +84,7 @@ class RouterService:
             RouterId(config.router_id),
             self._hear,
             Identity(Component.ROUTER, config.namespace, config.tls),
+            *([] if expected is None else [expected]),
         )
         self._streams: dict[RequestId, GenerationStream] = {}
         self._hash_root = lru_cache(MAX_HASH_ROOTS)(_hash_root)

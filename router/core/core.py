@@ -175,8 +175,9 @@ class RouterCore:
                 self._connect(info, address, now_s)
             case WorkerLost():
                 self._lose(event)
-            case WorkersListed(refs):
+            case WorkersListed(refs, expected):
                 self._pool.note_listed(refs)
+                self._pool.note_expected(expected, now_s)
             case DrainRequested(worker_id, grace_s):
                 self._drain(worker_id, grace_s)
             case _:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from common.values.errors import PdserveError
 from common.values.ids import AttemptId, RequestId, WorkerRef
-from common.values.messages import RouterMessage, WorkerInfo, WorkerMessage
+from common.values.messages import Role, RouterMessage, WorkerInfo, WorkerMessage
 from common.values.request import Fingerprint
 from router.core.generation import GenerationEvent, GenerationRequest
 
@@ -90,9 +90,13 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkersListed:
-    """The registry has answered: these lives of workers hold a lease, or are still being connected to."""
+    """The registry has answered: these lives of workers hold a lease, or are still being connected to.
+
+    `expected`: roles of which a worker is being started or loads.
+    """
 
     workers: frozenset[WorkerRef]
+    expected: frozenset[Role] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

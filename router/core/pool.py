@@ -64,8 +64,13 @@ class WorkerPool:
         if self.has_ready_pair():
             self._pair_seen_s = now_s
 
+    def note_expected(self, roles: frozenset[Role], now_s: float) -> None:
+        """A worker that is being started or loads completes a pair as well: it is waited for as for one just lost."""
+        if roles and all(role in roles or self.ready(role) for role in Role):
+            self._pair_seen_s = now_s
+
     def pair_seen_s(self, now_s: float) -> float:
-        """When a pair of workers was last there."""
+        """When a pair of workers was last there, or on its way."""
         self.note_pair(now_s)
         return self._pair_seen_s
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from common.values.errors import DeadlineExceeded, InvalidRequest, NoReadyPair, Overloaded, RequestCancelled
-from common.values.messages import Cancel, Drain, FirstTokens, Granted, Prefill, Reserve, WorkerState
+from common.values.messages import Cancel, Drain, FirstTokens, Granted, Prefill, Reserve, Role, WorkerState
 from common.values.request import Fingerprint, FinishReason
 from router.core.events import DrainRequested, EndRequested, WorkerLost, WorkersListed
 from router.core.router_limits import RouterLimits
@@ -199,6 +199,38 @@ def test_request_waits_a_while_when_the_last_pair_was_lost_just_now() -> None:
     assert not driver.has_ended()
     driver.connect(worker_info("d0", "2"))
     assert reserved(driver, "d0") == ["r"]
+
+
+def test_a_pool_that_grows_from_zero_is_waited_for_within_the_grace() -> None:
+    """1. no pair for long; 2. a decode worker loads; 3. a request waits for it, and is served."""
+    driver = Driver("p0", "d0")
+    driver.feed(WorkerLost(ref("d0"), "stream ended"))
+    driver.advance(60.0)
+    driver.feed(WorkersListed(frozenset({ref("p0")}), frozenset({Role.DECODE})))
+    driver.submit(request("a"))
+    driver.advance(RouterLimits().pair_grace_s - 0.1)
+    assert not driver.has_ended("a")
+    driver.connect(worker_info("d0", "2"))
+    assert reserved(driver, "d0") == ["a"]
+
+
+@pytest.mark.parametrize("expected", [frozenset(), frozenset({Role.PREFILL})])
+def test_a_pool_in_which_nothing_starts_is_not_waited_for(expected: frozenset[Role]) -> None:
+    driver = Driver("p0", "d0")
+    driver.feed(WorkerLost(ref("d0"), "stream ended"))
+    driver.advance(60.0)
+    driver.feed(WorkersListed(frozenset({ref("p0")}), expected))
+    driver.submit(request())
+    driver.advance(0.001)
+    assert isinstance(driver.error(), NoReadyPair)
+
+
+def test_what_is_expected_and_does_not_come_is_an_error_after_the_grace() -> None:
+    driver = Driver()
+    driver.feed(WorkersListed(frozenset(), frozenset(Role)))
+    driver.submit(request())
+    driver.advance(RouterLimits().pair_grace_s + 0.1)
+    assert isinstance(driver.error(), NoReadyPair)
 
 
 def test_workers_that_may_not_pair_are_no_pair() -> None:
