@@ -131,6 +131,21 @@ MUTANTS = (
         ("cluster: the first token is the last",),
     ),
     Mutant(
+        "a count: tokens after a client's first are observed twice",
+        "router.observe.request_metrics:RequestMetrics._tokens",
+        'self._metrics.observe("pdserve_inter_token_latency_seconds", now_s - progress.last_tokens_s)',
+        'self._metrics.observe("pdserve_inter_token_latency_seconds", now_s - progress.last_tokens_s); '
+        'self._metrics.observe("pdserve_inter_token_latency_seconds", 0.0)',
+        ("tests/router/test_counts.py",),
+    ),
+    Mutant(
+        "a tenant's flood is served in order of arrival",
+        "common.cores.fair_shares:FairShares.charge",
+        "self._counters[tenant] += num_tokens",
+        "pass",
+        ("tests/router/core/test_fairness.py", "tests/common/cores/test_fair_shares.py"),
+    ),
+    Mutant(
         "a replay draws with another seed",
         "router.core.request_state:Request.work",
         "sampling=self.spec.sampling,",
