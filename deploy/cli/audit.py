@@ -73,7 +73,7 @@ def problems_of(found: Audit) -> Iterator[str]:
     if counted != pool.total:
         yield f"{pool.free} free + {pool.cached} cached + {pool.held} held + {pool.used} used != {pool.total}"
     if pool.used + pool.held > sum(holder.num_blocks for holder in found.holders):
-        yield f"{pool.used + pool.held} blocks are used or held, and nobody says for what"
+        yield f"{pool.used + pool.held} blocks are used or held without a holder"
     yield from found.problems
     for holder in found.holders:
         if holder.time_left_s < -OVERDUE_S:

@@ -17,7 +17,7 @@ from deploy.config.variables import InvalidSettings, env_name
 
 
 def run_up(config: ClusterConfig, *, as_json: bool) -> int:
-    """`pdserve up`: a cluster until somebody ends it."""
+    """`pdserve up`: a cluster until a signal ends it."""
     from deploy.local.cluster import LocalCluster, run_local
 
     check_router(config)

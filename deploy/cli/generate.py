@@ -134,7 +134,7 @@ def print_answer(server: str, question: Ask, *, as_json: bool, timeout_s: float 
     usage = answer.finished.usage
     print(
         f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), answer {usage.completion_tokens}; "
-        f"prefill on {answer.accepted.prefill_worker_id or 'nobody'}, decode on {answer.accepted.decode_worker_id}"
+        f"prefill on {answer.accepted.prefill_worker_id or '-'}, decode on {answer.accepted.decode_worker_id}"
     )
     return answer
 

@@ -1,4 +1,4 @@
-"""Tells whoever waits how far the workers of a cluster are with loading. Reads Redis; no decisions here."""
+"""Reports how far the workers of a cluster are with loading. Reads Redis; no decisions here."""
 
 import asyncio
 from collections.abc import Callable, Sequence

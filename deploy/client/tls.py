@@ -1,6 +1,4 @@
-"""How a command reaches a router: directly, and whom it believes to be one (whoever the CA signed, or one certificate
-alone). Standard library only.
-"""
+"""How a command connects to a router: no proxy, and a CA or one certificate alone trusted. Standard library only."""
 
 import os
 import ssl

@@ -30,12 +30,16 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str, api_key: str = "") -> "Endpoint":
-        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            port = parts.port
+        except ValueError as error:
+            raise HttpFailed(f"not an HTTP address ({error})") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise HttpFailed(f"not an HTTP address: {url}")
+            raise HttpFailed("not an HTTP address")
         is_tls = parts.scheme == "https"
         base = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, parts.port or (443 if is_tls else 80), is_tls, base, api_key)
+        return cls(parts.hostname, port or (443 if is_tls else 80), is_tls, base, api_key)
 
     def head(self, method: str, path: str, num_body_bytes: int) -> bytes:
         host = f"[{self.host}]" if ":" in self.host else self.host

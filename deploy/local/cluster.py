@@ -42,7 +42,7 @@ _KILL_LIMIT_S = 10.0
 STILL_S = 3.0
 _REDIS_PAUSE_S = 5.0
 
-# What is happening, for whoever waits: (who, what).
+# What is happening, for the terminal: (who, what).
 Report = Callable[[str, str], None]
 
 
@@ -128,7 +128,7 @@ def _start_router(config: ClusterConfig, idx: int, runtime_dir: Path, report: Re
 
 
 def check_ports(config: ClusterConfig) -> None:
-    """Raise StartFailed if somebody listens on the public ports already; before anything is started."""
+    """Raise StartFailed if the public ports are taken; before anything is started."""
     host = config.router.host
     ports = [
         (port, flag)
@@ -258,7 +258,7 @@ class _Running:
         for router in self._routers:
             router.terminate()
         if controller.done():
-            return  # a bug ended it, and nobody would follow the workers to their end
+            return  # a bug ended it, and no controller follows the workers to their end
         limit_s = self._config.pools.drain_grace_s + _KILL_LIMIT_S
         await first_result(self._pools.empty(), stop.wait_hurried(), asyncio.sleep(limit_s))
         self._pools.kill_all()

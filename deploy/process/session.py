@@ -1,4 +1,4 @@
-"""One run of a local cluster: a name that all its processes carry, a directory, and somebody who cleans up."""
+"""One run of a local cluster: a name that all its processes carry, a directory, and a reaper."""
 
 import contextlib
 import os

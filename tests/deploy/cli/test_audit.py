@@ -83,7 +83,7 @@ def test_one_worker_that_is_wrong_or_away_makes_the_exit_code_1(
     ("found", "problem"),
     [
         (replace(GOOD, pool=PoolStats(16, 0, 4, 8, 3)), "8 free + 4 cached + 3 held + 0 used != 16"),
-        (replace(GOOD, holders=()), "3 blocks are used or held, and nobody says for what"),
+        (replace(GOOD, holders=()), "3 blocks are used or held without a holder"),
         (
             replace(GOOD, holders=(replace(HOLDING, time_left_s=-OVERDUE_S - 5),)),
             "r1/0 try 1 holds 3 blocks 20 s past its deadline",

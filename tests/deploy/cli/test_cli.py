@@ -78,6 +78,11 @@ def test_commands_are_listed() -> None:
         (["top", "--once", "--url", "http://127.0.0.1:9"], 1, "is pdserve up running"),
         (["doctor", "--for", "nothing"], 2, "nothing"),
         (["bench", "--url", "http://127.0.0.1:9"], 1, "no connection to 127.0.0.1:9"),
+        (
+            ["bench", "--url", "http://127.0.0.1:x"],
+            1,
+            "http://127.0.0.1:x: not an HTTP address (Port could not be cast",
+        ),
         (["bench", "--dataset", "mooncake"], 2, "needs --trace"),
         (["bench", "--dataset", "mooncake", "--trace", "/nonexistent"], 2, "/nonexistent"),
         (["bench", "--dataset", "shared-prefix", "--input-len", "9"], 2, "longer than --input-len"),
