@@ -2,6 +2,7 @@
 
 from common.engine.kv.block_pool import RefKind
 from common.engine.scheduling.scheduler import Scheduler
+from common.engine.scheduling.sequence import BlockTableSet
 from common.values.ids import RouterId
 from common.values.messages import Refused, Reserve
 from common.values.request import Work
@@ -22,16 +23,16 @@ def refusal(work: Work, state: CoreState[DecodeRequest]) -> Refused | None:
 
 def reserve(
     router_id: RouterId, message: Reserve, state: CoreState[DecodeRequest], now_s: float
-) -> tuple[DecodeRequest, tuple[int, ...]] | None:
-    """The new request and the block table of its prompt: USED if it is local, else HELD. None = no blocks."""
+) -> tuple[DecodeRequest, BlockTableSet] | None:
+    """The new request and the block tables of its prompt: USED if it is local, else HELD. None = no blocks."""
     work, scheduler = message.work, state.scheduler
     hashes = scheduler.blocks.hashes_of(work)
-    hit = scheduler.blocks.match(hashes, len(work.token_ids))
-    num_cached_tokens = len(hit) * scheduler.blocks.pool.block_size
+    num_hit = scheduler.blocks.match(hashes, len(work.token_ids))
+    num_cached_tokens = num_hit * scheduler.blocks.block_size
     is_local = len(work.token_ids) - num_cached_tokens <= message.local_prefill_max_tokens
     kind = RefKind.USED if is_local else RefKind.HELD
-    block_table = scheduler.blocks.reserve(hit, len(work.token_ids), kind, len(scheduler.running))
-    if block_table is None:
+    block_tables = scheduler.blocks.reserve(hashes, num_hit, len(work.token_ids), kind, len(scheduler.running))
+    if block_tables is None:
         return None
     request = DecodeRequest(
         work=work,
@@ -45,7 +46,7 @@ def reserve(
         num_cached_tokens=num_cached_tokens,
         is_local=is_local,
     )
-    return request, block_table
+    return request, block_tables
 
 
 def _permanent_problem(work: Work, scheduler: Scheduler) -> str | None:

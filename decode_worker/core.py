@@ -10,8 +10,10 @@ from typing import Any
 
 from common.cores.core_loop import Core
 from common.engine.contract.plan import SequenceResult, StepPlan
-from common.engine.kv.block_pool import BlockPool, RefKind
+from common.engine.kv.block_pool import RefKind
+from common.engine.scheduling.block_tables import PoolGroup
 from common.engine.scheduling.scheduler import Limits, Scheduler
+from common.engine.scheduling.sequence import BlockTableSet
 from common.engine.scheduling.sequence import Sequence as ScheduledSequence
 from common.values.ids import AttemptId, RouterId
 from common.values.messages import Granted, Refused, Reserve, TransferFailed
@@ -49,14 +51,14 @@ class DecodeCore:
 
     def __init__(
         self,
-        pool: BlockPool,
+        groups: Sequence[PoolGroup],
         receiver: Core[ReceiverEvent, ReceiverEffect],
         limits: Limits,
         hash_fields: Mapping[str, str],
         reservation_timeout_s: float = RESERVATION_TIMEOUT_S,
     ) -> None:
         self._policy = DecodePolicy(limits)
-        self.state: CoreState[DecodeRequest] = CoreState(Scheduler(pool, limits, self._policy, hash_fields))
+        self.state: CoreState[DecodeRequest] = CoreState(Scheduler(groups, limits, self._policy, hash_fields))
         self.transfers = receiver
         self._reservation_timeout_s = reservation_timeout_s
         self._outbox = Outbox()
@@ -91,13 +93,13 @@ class DecodeCore:
         reserved = reserve(router_id, message, self.state, now_s)
         if reserved is None:
             return False
-        request, block_table = reserved
+        request, block_tables = reserved
         self.state.requests.add(request)
         self.state.send(router_id, Granted(request.attempt_id, request.num_cached_tokens, request.is_local))
         if request.is_local:
-            self._get_ready(request, block_table, request.num_cached_tokens, now_s)
+            self._get_ready(request, block_tables, request.num_cached_tokens, now_s)
         else:
-            self._expect_transfer(request, block_table, now_s)
+            self._expect_transfer(request, block_tables, now_s)
         return True
 
     # ---- transfers ----------------------------------------------------------------------------------
@@ -125,15 +127,15 @@ class DecodeCore:
     def _tell_receiver(self, event: ReceiverEvent, now_s: float) -> None:
         self.take_transfer_effects(self.transfers.handle(event, now_s), now_s)
 
-    def _expect_transfer(self, request: DecodeRequest, block_table: tuple[int, ...], now_s: float) -> None:
-        request.block_table = block_table
+    def _expect_transfer(self, request: DecodeRequest, block_tables: BlockTableSet, now_s: float) -> None:
+        request.block_tables = block_tables
         request.last_activity_s = now_s
         self.state.requests.set_deadline(request, self._reservation_deadline_s(request))
         expected = TransferExpected(
             attempt_id=request.attempt_id,
             first_token=request.num_cached_tokens,
             num_tokens=len(request.work.token_ids),
-            block_tables=(block_table,),
+            block_tables=block_tables,
             num_first_tokens=len(request.work.choices),
         )
         self._tell_receiver(expected, now_s)
@@ -148,10 +150,10 @@ class DecodeCore:
         if request is None or request.phase is not DecodePhase.RESERVED:
             raise self.state.history.invalid(attempt_id, f"{received.transfer_id} was received for {request}")
         request.transfer = received
-        block_table, request.block_table = request.block_table, ()
-        self.state.scheduler.blocks.pool.convert(block_table, RefKind.HELD, RefKind.USED)
+        block_tables, request.block_tables = request.block_tables, ()
+        self.state.scheduler.blocks.use_held(block_tables)
         tokens = {first.choice_idx: first.token for first in received.tokens}
-        self._get_ready(request, block_table, len(request.work.token_ids), now_s)
+        self._get_ready(request, block_tables, len(request.work.token_ids), now_s)
         if request.live_choices <= tokens.keys():
             request.first_events = generation.start_choices(self.state.scheduler, request, tokens)
             self._remove_if_finished(request)
@@ -172,16 +174,16 @@ class DecodeCore:
         request = self.state.requests.ending.pop(attempt_id, None)
         if request is None:
             raise self.state.history.invalid(attempt_id, f"released as {self.state.requests.get(attempt_id)}")
-        self.state.scheduler.blocks.pool.release(request.block_table, RefKind.HELD)
+        self.state.scheduler.blocks.release_tables(request.block_tables, RefKind.HELD)
 
     # ---- steps --------------------------------------------------------------------------------------
 
-    def _get_ready(self, request: DecodeRequest, block_table: tuple[int, ...], num_computed: int, now_s: float) -> None:
+    def _get_ready(self, request: DecodeRequest, block_tables: BlockTableSet, num_computed: int, now_s: float) -> None:
         request.phase = DecodePhase.READY
         request.ready_s = now_s
         self.state.requests.set_deadline(request, request.deadline_s)
         self._unstarted.append(request)
-        generation.start_prompt(self.state.scheduler, request, block_table, num_computed)
+        generation.start_prompt(self.state.scheduler, request, block_tables, num_computed)
 
     def on_planned(self, plan: StepPlan | None, now_s: float) -> None:
         """The step is decided before tokens are sent: the device starts before messages are encoded."""
@@ -263,7 +265,7 @@ class DecodeCore:
 
     def check_request(self, request: DecodeRequest) -> None:
         is_ready = request.phase is DecodePhase.READY
-        assert is_ready == (not request.block_table), str(request)
+        assert is_ready == (not request.block_tables), str(request)
         assert is_ready == bool(request.sequences), str(request)
         assert (request.phase is DecodePhase.ENDING) == (request.attempt_id in self.state.requests.ending), str(request)
         assert request.live_choices, str(request)

@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 
 from common.engine.scheduling.scheduler import Scheduler
-from common.engine.scheduling.sequence import Sequence
+from common.engine.scheduling.sequence import BlockTableSet, Sequence
 from common.values.request import SampledToken, TokenEvent
 from decode_worker.request import DecodeRequest
 
 
-def start_prompt(scheduler: Scheduler, request: DecodeRequest, block_table: tuple[int, ...], num_computed: int) -> None:
-    """One sequence for the prompt that all choices share; `block_table` becomes the scheduler's, as USED."""
+def start_prompt(scheduler: Scheduler, request: DecodeRequest, block_tables: BlockTableSet, num_computed: int) -> None:
+    """One sequence for the prompt that all choices share; `block_tables` become the scheduler's, as USED."""
     rank = (request.work.priority, request.order, 0)
-    request.sequences = [scheduler.add(request.work, request.hashes, rank, block_table, num_computed)]
+    request.sequences = [scheduler.add(request.work, request.hashes, rank, block_tables, num_computed)]
 
 
 def start_choices(

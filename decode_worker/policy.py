@@ -58,7 +58,7 @@ class DecodePolicy:
         for sequence in self._shares.in_turn(by_tenant(sorted(scheduler.waiting, key=_rank))):
             if len(scheduler.running) >= self._max_num_running:
                 return
-            if not sequence.block_table and (is_short_of_blocks or _has_older(scheduler, sequence)):
+            if not sequence.block_tables and (is_short_of_blocks or _has_older(scheduler, sequence)):
                 continue
             is_short_of_blocks |= not scheduler.admit(sequence)
 
@@ -98,4 +98,4 @@ def _rank(sequence: Sequence) -> tuple[int, int, int]:
 
 def _has_older(scheduler: Scheduler, sequence: Sequence) -> bool:
     """Whether it was preempted for an older one that waits with its blocks: then that one's turn comes first."""
-    return any(other.block_table and other.rank < sequence.rank for other in scheduler.waiting)
+    return any(other.block_tables and other.rank < sequence.rank for other in scheduler.waiting)

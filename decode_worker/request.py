@@ -13,7 +13,7 @@ prompt's as HELD while RESERVED or ENDING; the sequences' as USED, by the schedu
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.engine.scheduling.sequence import HashChain, Sequence
+from common.engine.scheduling.sequence import BlockTableSet, HashChain, Sequence
 from common.values.ids import AttemptId, RouterId
 from common.values.request import TokenEvent, Work
 from kvtransfer.events import TransferReceived
@@ -37,7 +37,7 @@ class DecodeRequest:
     hashes: HashChain
     live_choices: set[int]
     phase: DecodePhase = DecodePhase.RESERVED
-    block_table: tuple[int, ...] = ()  # HELD
+    block_tables: BlockTableSet = ()  # HELD
     num_cached_tokens: int = 0
     is_local: bool = False
     sequences: list[Sequence] = field(default_factory=list)

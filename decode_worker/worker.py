@@ -15,9 +15,9 @@ from kvtransfer.settings import chunk_planner, session_settings
 
 def build(context: WorkerContext) -> RoleShell:
     """A decode worker around a loaded model."""
-    config, loaded, pool = context.config, context.loaded, context.new_pool()
+    config, loaded, groups = context.config, context.loaded, context.new_pools()
     receiver = ReceiverCore(chunk_planner(config, loaded), config.max_inflight_bytes, config.link_timeout_s)
-    core = DecodeCore(pool, receiver, Limits.of(config), context.hash_fields)
+    core = DecodeCore(groups, receiver, Limits.of(config), context.hash_fields)
 
     def open_sessions(post: Callable[[ReceiverEvent], None]) -> ReceiverSessions:
         sessions = ReceiverSessions(session_settings(config, loaded, context.ref), post)

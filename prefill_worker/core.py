@@ -9,7 +9,8 @@ from typing import Any
 
 from common.cores.core_loop import Core
 from common.engine.contract.plan import SequenceResult, StepPlan
-from common.engine.kv.block_pool import BlockPool, RefKind
+from common.engine.kv.block_pool import RefKind
+from common.engine.scheduling.block_tables import PoolGroup
 from common.engine.scheduling.scheduler import Limits, Scheduler
 from common.engine.scheduling.sequence import Sequence as ScheduledSequence
 from common.values.ids import RouterId
@@ -40,13 +41,13 @@ class PrefillCore:
 
     def __init__(
         self,
-        pool: BlockPool,
+        groups: Sequence[PoolGroup],
         sender: Core[SenderEvent, SenderEffect],
         limits: Limits,
         hash_fields: Mapping[str, str],
         num_layers: int,
     ) -> None:
-        scheduler = Scheduler(pool, limits, PrefillPolicy(limits.max_num_batched_tokens), hash_fields)
+        scheduler = Scheduler(groups, limits, PrefillPolicy(limits.max_num_batched_tokens), hash_fields)
         self.state: CoreState[PrefillRequest] = CoreState(scheduler)
         self.transfers = sender
         self._num_layers = num_layers
@@ -159,15 +160,14 @@ class PrefillCore:
         """The sender may connect, and ship what was cached."""
         sequence, message = request.sequence, request.message
         request.started_s = now_s
-        request.block_table = sequence.block_table
-        self.state.scheduler.blocks.pool.acquire(request.block_table, RefKind.HELD)
+        request.block_tables = self.state.scheduler.blocks.hold(sequence)
         started = TransferStarted(
             transfer_id=request.transfer_id,
             peer=message.decode_worker,
             address=message.decode_address,
             first_token=message.first_missing_token,
             num_tokens=len(request.work.token_ids),
-            block_tables=(sequence.block_table,),
+            block_tables=sequence.block_tables,
             deadline_s=request.deadline_s,
         )
         self._tell_sender(started, now_s)
@@ -178,8 +178,8 @@ class PrefillCore:
     def _on_transfer_ended(self, ended: TransferEnded, now_s: float) -> None:
         """Nothing touches the blocks for the transfer any more. The decode worker may not know of a lost link."""
         request = self._of_transfer(ended)
-        self.state.scheduler.blocks.pool.release(request.block_table, RefKind.HELD)
-        request.block_table = ()
+        self.state.scheduler.blocks.release_tables(request.block_tables, RefKind.HELD)
+        request.block_tables = ()
         reason = f"transfer: {ended.outcome} {ended.reason}".rstrip()
         match request.phase:
             case PrefillPhase.ENDING:

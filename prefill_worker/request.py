@@ -13,7 +13,7 @@ as USED by the scheduler until no step computes them, and as HELD by the request
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.engine.scheduling.sequence import Sequence
+from common.engine.scheduling.sequence import BlockTableSet, Sequence
 from common.values.ids import AttemptId, RouterId, TransferId
 from common.values.messages import Prefill
 from common.values.request import ChunkTiming, Work
@@ -36,7 +36,7 @@ class PrefillRequest:
     arrived_s: float
     deadline_s: float  # absolute
     live_choices: set[int]
-    block_table: tuple[int, ...] = ()  # HELD from the start of the transfer to its end
+    block_tables: BlockTableSet = ()  # HELD from the start of the transfer to its end
     is_ending: bool = False
     started_s: float | None = None  # None = not scheduled yet
     chunks: list[ChunkTiming] = field(default_factory=list)
@@ -59,7 +59,7 @@ class PrefillRequest:
 
     @property
     def is_transferring(self) -> bool:
-        return bool(self.block_table)
+        return bool(self.block_tables)
 
     @property
     def phase(self) -> PrefillPhase:

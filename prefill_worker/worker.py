@@ -12,9 +12,9 @@ from prefill_worker.core import PrefillCore
 
 def build(context: WorkerContext) -> RoleShell:
     """A prefill worker around a loaded model."""
-    config, loaded, pool = context.config, context.loaded, context.new_pool()
+    config, loaded, groups = context.config, context.loaded, context.new_pools()
     sender = SenderCore(chunk_planner(config, loaded), config.max_inflight_bytes, config.link_timeout_s)
     num_layers = loaded.cache.spec.num_layers
-    core = PrefillCore(pool, sender, Limits.of(config), context.hash_fields, num_layers)
+    core = PrefillCore(groups, sender, Limits.of(config), context.hash_fields, num_layers)
     settings = session_settings(config, loaded, context.ref)
     return RoleShell(context, WorkerCore(core), lambda post: SenderSessions(settings, post))

@@ -22,8 +22,8 @@ class CoreBench:
     def __init__(self, core: WorkerCore[Any]) -> None:
         self.core = core
         self.now_s = 100.0
-        self.pool = core.pool
-        self.runner = FakeRunner(core.pool.block_size)
+        self.pool = core.blocks.groups[0].pool
+        self.runner = FakeRunner(self.pool.block_size, [group.window for group in core.blocks.groups])
         self.plan: StepPlan | None = None
         self.effects: list[Any] = []
         self.sent: list[Any] = []
@@ -51,7 +51,7 @@ class CoreBench:
         return {} if self.plan is None else {s.sequence_id: len(s.token_ids) for s in self.plan.sequences}
 
     def counts(self) -> tuple[int, int]:
-        stats = self.pool.stats()
+        stats = self.core.blocks.stats()
         return stats.used, stats.held
 
     def _take_plan(self, seconds: float) -> StepPlan:

@@ -31,7 +31,7 @@ def audit(info: WorkerInfo, core: WorkerCore[Any], now_s: float, rank: Rank = WH
         problems: tuple[str, ...] = ()
     except AssertionError as error:
         problems = (str(error) or "an invariant does not hold",)
-    return Audit(info.ref, info.role, core.pool.stats(), tuple(core.holders(now_s)), problems, rank)
+    return Audit(info.ref, info.role, core.blocks.stats(), tuple(core.holders(now_s)), problems, rank)
 
 
 AUDIT = derive(Audit, pb.AuditResponse)

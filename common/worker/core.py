@@ -18,7 +18,7 @@ from common.cores.draining import Draining
 from common.cores.history import History
 from common.engine.contract.executor import LayerComputed, StepFailed, StepFinished
 from common.engine.contract.plan import SequenceResult, StepPlan, StepResult
-from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.block_tables import BlockTables, num_blocks
 from common.engine.scheduling.invariants import check_scheduler
 from common.engine.scheduling.scheduler import Scheduler
 from common.engine.scheduling.sequence import Sequence as ScheduledSequence
@@ -128,9 +128,9 @@ class WorkerCore(Generic[RequestT]):
         self.role = role
 
     @property
-    def pool(self) -> BlockPool:
+    def blocks(self) -> BlockTables:
         """To read."""
-        return self.role.state.scheduler.blocks.pool
+        return self.role.state.scheduler.blocks
 
     def handle(self, event: Any, now_s: float) -> list[Any]:
         state, role = self.role.state, self.role
@@ -176,7 +176,7 @@ class WorkerCore(Generic[RequestT]):
     def stats(self, now_s: float) -> WorkerStats:
         """What routers are sent about this worker; reads only."""
         state, role = self.role.state, self.role
-        pool, scheduler = self.pool.stats(), state.scheduler
+        pool, scheduler = self.blocks.stats(), state.scheduler
         return WorkerStats(
             state=WorkerState.DRAINING if state.draining.is_requested else WorkerState.READY,
             num_running=len(scheduler.running),
@@ -197,7 +197,7 @@ class WorkerCore(Generic[RequestT]):
         state = self.role.state
         held = [_holder(request, now_s) for request in state.requests.all]
         ended = [
-            BlockHolder(sequence.work.attempt_id, "ended, in a step", len(set(sequence.block_table)), 0.0, 0.0)
+            BlockHolder(sequence.work.attempt_id, "ended, in a step", num_blocks([sequence.block_tables]), 0.0, 0.0)
             for sequence in state.scheduler.in_step
             if sequence.is_ended
         ]
@@ -209,7 +209,7 @@ class WorkerCore(Generic[RequestT]):
         state.requests.check_invariants()
         requests = state.requests.all
         owned = [sequence for request in requests for sequence in request.sequences]
-        check_scheduler(state.scheduler, owned, [request.block_table for request in requests])
+        check_scheduler(state.scheduler, owned, [request.block_tables for request in requests])
         for request in requests:
             self.role.check_request(request)
         assert not state.effects
@@ -288,6 +288,8 @@ def _subject(event: Any) -> Hashable:
 
 
 def _holder(request: WorkerRequest, now_s: float) -> BlockHolder:
-    blocks = {*request.block_table, *(block for sequence in request.sequences for block in sequence.block_table)}
+    tables = [request.block_tables, *(sequence.block_tables for sequence in request.sequences)]
     age_s, time_left_s = now_s - request.arrived_s, request.deadline_s - now_s
-    return BlockHolder(request.attempt_id, str(request.phase), len(blocks), age_s, time_left_s, request.prefill_try)
+    return BlockHolder(
+        request.attempt_id, str(request.phase), num_blocks(tables), age_s, time_left_s, request.prefill_try
+    )

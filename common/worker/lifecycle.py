@@ -25,6 +25,7 @@ from common.cluster.protocol import PrefixIndexWriter, Registration
 from common.cluster.redis_check import say_redis
 from common.engine.kv.block_pool import BlockPool
 from common.engine.loading import LoadedModel, load_model, refit
+from common.engine.scheduling.block_tables import PoolGroup
 from common.telemetry.logs import get_logger
 from common.telemetry.metrics import Metrics
 from common.tls.admission import interceptors
@@ -102,8 +103,11 @@ class WorkerContext:
         """What block hashes cover besides tokens: all that two workers must have in common."""
         return dict(self.loaded.fingerprint.fields)
 
-    def new_pool(self) -> BlockPool:
-        return BlockPool(self.loaded.cache.num_blocks[0], self.config.block_size)
+    def new_pools(self) -> list[PoolGroup]:
+        """Empty ones, for the blocks of each group of the cache."""
+        cache, size = self.loaded.cache, self.config.block_size
+        pairs = zip(cache.num_blocks, cache.spec.groups, strict=True)
+        return [PoolGroup(BlockPool(num_blocks, size), group.window) for num_blocks, group in pairs]
 
 
 Build = Callable[[WorkerContext], RoleWorker]

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from common.cores.deadlines import Deadlines
+from common.engine.scheduling.sequence import BlockTableSet
 from common.engine.scheduling.sequence import Sequence as ScheduledSequence
 from common.values.ids import AttemptId, RouterId
 from common.values.request import Work
@@ -17,7 +18,7 @@ class WorkerRequest(Protocol):
     arrived_s: float
     deadline_s: float  # absolute
     live_choices: set[int]
-    block_table: tuple[int, ...]  # HELD: a transfer may touch these blocks
+    block_tables: BlockTableSet  # HELD: a transfer may touch these blocks
 
     @property
     def work(self) -> Work: ...
@@ -86,5 +87,5 @@ class Requests(Generic[RequestT]):
     def check_invariants(self) -> None:
         assert list(self._live) == [request.attempt_id for request in self._live.values()]
         assert set(self._deadlines) == set(self._live), "a live request without a deadline, or the reverse"
-        assert all(request.block_table for request in self.ending.values())
+        assert all(request.block_tables for request in self.ending.values())
         assert not any(request.sequences for request in self.ending.values())

@@ -86,7 +86,7 @@ class RoleShell:
         return audit(info, self._core, time.monotonic(), self._context.loaded.runner.rank)
 
     def cached_hashes(self) -> Sequence[BlockHash]:
-        return self._core.pool.cached_hashes()
+        return self._core.blocks.cached_hashes()
 
     async def close(self) -> None:
         self._loop.close()

@@ -20,6 +20,7 @@ from common.engine.contract.executor import StepFinished
 from common.engine.executor import runner as runner_module
 from common.engine.kv.block_pool import BlockPool
 from common.engine.model.decoder import Decoder
+from common.engine.scheduling.block_tables import PoolGroup
 from common.values.request import SamplingParams
 from common.wire.convert import worker_message_to_pb
 from common.worker.events import RunStep, SendToRouter
@@ -77,7 +78,7 @@ def _measure(runner: runner_module.ModelRunner, params: SamplingParams, clock: C
 def _started(params: SamplingParams) -> Bench:
     """A core with BATCH running sequences of CONTEXT tokens."""
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-    bench = Bench(budget=512, max_num_seqs=BATCH, max_num_waiting=BATCH, pool=pool)
+    bench = Bench(budget=512, max_num_seqs=BATCH, max_num_waiting=BATCH, groups=[PoolGroup(pool)])
     for number in range(BATCH):
         bench.start(job(f"r{number}", tokens(CONTEXT, first=1000 * number), sampling=params))
     while bench.plan is not None and len(bench.plan.sequences) < BATCH:

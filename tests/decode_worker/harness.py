@@ -5,7 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from common.engine.contract.executor import StepFinished
+from common.engine.contract.kv_spec import first_token_needed
 from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.block_tables import PoolGroup
 from common.engine.scheduling.scheduler import Limits
 from common.values.ids import AttemptId, RouterId, TransferId, WorkerRef
 from common.values.messages import AttemptFailed, Granted, HandoffReport, Refused, Reserve, TokenBatch, TransferFailed
@@ -86,12 +88,12 @@ class Bench(CoreBench):
         max_num_waiting: int = 8,
         reservation_timeout_s: float = 30.0,
         gap_budget_s: float = 0.0,
-        pool: BlockPool | None = None,
+        groups: Sequence[PoolGroup] | None = None,
     ) -> None:
-        pool = pool or BlockPool(num_blocks, block_size)
+        groups = groups or [PoolGroup(BlockPool(num_blocks, block_size))]
         self.receiver = ScriptedReceiver()
         limits = Limits(budget, max_num_seqs, max_num_waiting, gap_budget_s)
-        self.role = DecodeCore(pool, self.receiver, limits, {"model": "m"}, reservation_timeout_s)
+        self.role = DecodeCore(groups, self.receiver, limits, {"model": "m"}, reservation_timeout_s)
         super().__init__(WorkerCore(self.role))
 
     # ---- events -------------------------------------------------------------------------------------
@@ -103,8 +105,10 @@ class Bench(CoreBench):
         """The prefill worker's part: the missing KV is in the blocks, the first tokens are announced."""
         expected = self.receiver.expected[work.attempt_id]
         values = contents(work.token_ids)
-        for position in range(expected.first_token, expected.num_tokens):
-            self.runner.kv.write(expected.block_tables[0], position, values[position])
+        for window, kv, table in zip(self.runner.windows, self.runner.kvs, expected.block_tables, strict=True):
+            first_token = max(expected.first_token, first_token_needed(expected.num_tokens, window))
+            for position in range(first_token, expected.num_tokens):
+                kv.write(table, position, values[position])
         first = tuple(FirstToken(c, SampledToken(expected_output(work, c)[0])) for c in work.choices)
         transfer_id = TransferId(work.attempt_id, prefill_try)
         return self.handle(FinishAnnounced(PREFILL, transfer_id, 4, first))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from common.engine.kv.block_pool import Allocation, BlockPool, RefKind
+from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.block_tables import PoolGroup
 from common.values.messages import Granted, HandoffReport, Refused
 from common.values.request import SamplingParams, Work
 from tests.core_bench import attempt, tokens
@@ -282,18 +283,19 @@ class ScarcePool(BlockPool):
 
     num_failures = 0
 
-    def allocate(self, num: int, kind: RefKind) -> Allocation | None:
-        if self.num_failures > 0 and num > 0:
+    @property
+    def num_available(self) -> int:
+        if self.num_failures > 0:
             self.num_failures -= 1
-            return None
-        return super().allocate(num, kind)
+            return 0
+        return super().num_available
 
 
 @pytest.mark.parametrize("num_failures", [1, 5])
 def test_exhaustion_is_an_answer_not_an_error(num_failures: int) -> None:
     """Eight sequences run; the pool says no some times in a row; nobody fails and nobody's tokens change."""
     pool = ScarcePool(64, 4)
-    bench = Bench(pool=pool, max_num_waiting=0)
+    bench = Bench(groups=[PoolGroup(pool)], max_num_waiting=0)
     jobs = works(8, 7, 12)
     for work in jobs:
         bench.start(work)

@@ -6,6 +6,7 @@ from typing import Any
 from common.engine.contract.executor import LayerComputed, StepFinished
 from common.engine.contract.plan import SequenceResult, StepPlan, StepResult
 from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.block_tables import PoolGroup
 from common.engine.scheduling.scheduler import Limits
 from common.values.ids import RouterId, TransferId, WorkerRef
 from common.values.messages import AttemptFailed, FirstTokens, Prefill, Refused
@@ -85,11 +86,12 @@ class Bench(CoreBench):
         budget: int = 64,
         max_num_seqs: int = 8,
         max_num_waiting: int = 8,
+        groups: Sequence[PoolGroup] | None = None,
     ) -> None:
-        pool = BlockPool(num_blocks, block_size)
+        groups = groups or [PoolGroup(BlockPool(num_blocks, block_size))]
         self.sender = ScriptedSender()
         limits = Limits(budget, max_num_seqs, max_num_waiting)
-        self.role = PrefillCore(pool, self.sender, limits, {"model": "m"}, NUM_LAYERS)
+        self.role = PrefillCore(groups, self.sender, limits, {"model": "m"}, NUM_LAYERS)
         super().__init__(WorkerCore(self.role))
 
     def prefill(self, message: Prefill, router_id: RouterId = ROUTER) -> list[Any]:

@@ -14,6 +14,7 @@ import pytest
 from common.engine.contract.executor import LayerComputed, StepFailed, StepFinished
 from common.engine.contract.plan import StepPlan, StepResult
 from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.block_tables import PoolGroup
 from common.engine.scheduling.scheduler import Limits
 from common.values.ids import BlockHash, RouterId, TransferId, WorkerRef
 from common.values.messages import AttemptFailed, Cancel, FirstTokens, Prefill, Refused
@@ -76,7 +77,7 @@ class Life:
         planner = ChunkPlanner(row_spec(NUM_LAYERS, 10), min_chunk_bytes=rng.choice([1, 200, 10_000]))
         sender = SenderCore(planner, max_inflight_bytes=rng.choice([500, 100_000]), link_timeout_s=20.0)
         limits = Limits(rng.choice([1, 3, 8, 64]), rng.choice([1, 2, 8]), rng.choice([0, 2, 8]))
-        self.core = WorkerCore(PrefillCore(self.pool, sender, limits, {"model": "m"}, NUM_LAYERS))
+        self.core = WorkerCore(PrefillCore([PoolGroup(self.pool)], sender, limits, {"model": "m"}, NUM_LAYERS))
         self.runner = FakeRunner(block_size)
         self.plan: StepPlan | None = None
         self.result: StepResult | None = None

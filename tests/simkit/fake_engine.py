@@ -75,10 +75,16 @@ class FakeKv:
 
 
 class FakeRunner:
-    """Executes plans on a FakeKv. `nan_sequences` get an error instead of tokens."""
+    """Executes plans on a FakeKv per group. `nan_sequences` get an error instead of tokens.
 
-    def __init__(self, block_size: int) -> None:
-        self.kv = FakeKv(block_size)
+    The first group has no window. What a token reads in the window of another must be what is there in the first.
+    """
+
+    def __init__(self, block_size: int, windows: Sequence[int] = (0,)) -> None:
+        assert windows[0] == 0
+        self.windows = tuple(windows)
+        self.kvs = [FakeKv(block_size) for _ in windows]
+        self.kv = self.kvs[0]
         self.nan_sequences: set[int] = set()
         self.num_steps = 0
         self.num_copies = 0
@@ -86,7 +92,8 @@ class FakeRunner:
     def run(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
         self.num_copies += len(plan.block_copies)
-        self.kv.copy_blocks(plan.block_copies)
+        for idx, kv in enumerate(self.kvs):
+            kv.copy_blocks([(source, target) for group, source, target in plan.block_copies if group == idx])
         _check_no_slot_is_written_twice(plan, self.kv.block_size)
         results = []
         for sequence in plan.sequences:
@@ -97,26 +104,31 @@ class FakeRunner:
         return StepResult(plan.step_id, tuple(results), duration_s=1e-3 * plan.num_tokens)
 
     def _compute(self, sequence: ScheduledSequence) -> None:
+        tables = sequence.block_tables
         for position, token_id in enumerate(sequence.token_ids, sequence.start):
-            previous = self.kv.read(sequence.block_table, position - 1) if position > 0 else 0
-            self.kv.write(sequence.block_table, position, chain(previous, token_id))
+            previous = self.kv.read(tables[0], position - 1) if position > 0 else 0
+            for idx, window in enumerate(self.windows):
+                for read in range(max(0, position - window + 1), position if window else 0):
+                    assert self.kvs[idx].read(tables[idx], read) == self.kv.read(tables[0], read), f"group {idx}"
+                self.kvs[idx].write(tables[idx], position, chain(previous, token_id))
 
     def _sample(self, sequence: ScheduledSequence) -> SequenceResult:
         if sequence.sequence_id in self.nan_sequences:
             return SequenceResult(sequence.sequence_id, error="logits are not finite")
         num_tokens = sequence.start + len(sequence.token_ids)
-        values = [self.kv.read(sequence.block_table, position) for position in range(num_tokens)]
+        values = [self.kv.read(sequence.block_tables[0], position) for position in range(num_tokens)]
         return SequenceResult(
             sequence.sequence_id, tuple((SampledToken(draw(values, spec)),) for spec in sequence.samples)
         )
 
 
 def _check_no_slot_is_written_twice(plan: StepPlan, block_size: int) -> None:
-    written: set[tuple[int, int]] = set()
+    written: set[tuple[int, int, int]] = set()
     for sequence in plan.sequences:
         assert sequence.token_ids, "a sequence without tokens"
-        assert (sequence.start + len(sequence.token_ids) - 1) // block_size < len(sequence.block_table)
-        for position in range(sequence.start, sequence.start + len(sequence.token_ids)):
-            slot = sequence.block_table[position // block_size], position % block_size
-            assert slot not in written, f"two sequences write slot {slot}"
-            written.add(slot)
+        for idx, table in enumerate(sequence.block_tables):
+            assert (sequence.start + len(sequence.token_ids) - 1) // block_size < len(table)
+            for position in range(sequence.start, sequence.start + len(sequence.token_ids)):
+                slot = idx, table[position // block_size], position % block_size
+                assert slot not in written, f"two sequences write slot {slot}"
+                written.add(slot)

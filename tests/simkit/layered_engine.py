@@ -54,7 +54,7 @@ class LayeredEngine:
         """Copy-on-write, as one: every source is read before any target is written."""
         for slots in self._slots:
             old = dict(slots) if plan.block_copies else {}
-            for source, target in plan.block_copies:
+            for _, source, target in plan.block_copies:
                 for offset in range(self._block_size):
                     slots[target, offset] = old.get((source, offset), UNWRITTEN)
 

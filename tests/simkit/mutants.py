@@ -47,8 +47,8 @@ MUTANTS = (
     Mutant(
         "the prefill worker frees KV before it is acknowledged",
         "prefill_worker.core:PrefillCore._start_transfer",
-        "request.block_table = sequence.block_table",
-        "request.block_table = ()",
+        "request.block_tables = self.state.scheduler.blocks.hold(sequence)",
+        "request.block_tables = ()",
         ("cluster: the client leaves", "simulator"),
     ),
     Mutant(

@@ -9,6 +9,7 @@ from common.cluster.memory import InMemoryIndex
 from common.cluster.protocol import Registration
 from common.engine.contract.executor import LayerComputed, StepFailed, StepFinished
 from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.block_tables import PoolGroup
 from common.engine.scheduling.scheduler import Limits
 from common.values.ids import RouterId, WorkerRef
 from common.values.messages import Role, WorkerInfo, WorkerMessage, WorkerStats
@@ -118,11 +119,11 @@ class SimWorker(Node):
         fields = dict(FINGERPRINT.fields)
         if role is Role.PREFILL:
             self.transfers: Any = SenderCore(planner, 1024, LINK_TIMEOUT_S)
-            role_core: Any = PrefillCore(self.pool, self.transfers, Limits(24, 4, 16), fields, NUM_LAYERS)
+            role_core: Any = PrefillCore([PoolGroup(self.pool)], self.transfers, Limits(24, 4, 16), fields, NUM_LAYERS)
         else:
             self.transfers = ReceiverCore(planner, 1024, LINK_TIMEOUT_S)
             limits = Limits(24, 6, 16, gap_budget_s=0.02)
-            role_core = DecodeCore(self.pool, self.transfers, limits, fields, reservation_timeout_s=15.0)
+            role_core = DecodeCore([PoolGroup(self.pool)], self.transfers, limits, fields, reservation_timeout_s=15.0)
         super().__init__(str(ref), WorkerCore(role_core), time, rng.uniform(0.0, 1e4))
         self.info = WorkerInfo(
             ref=ref,

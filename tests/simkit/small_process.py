@@ -4,6 +4,7 @@ from typing import Any
 
 from common.engine.contract.executor import LayerComputed, StepFinished
 from common.engine.kv.block_pool import BlockPool
+from common.engine.scheduling.block_tables import PoolGroup
 from common.engine.scheduling.scheduler import Limits
 from common.values.messages import Role, WorkerInfo
 from common.values.request import Fingerprint
@@ -28,10 +29,13 @@ class SmallProcess:
         self.engine = LayeredEngine(BLOCK_SIZE)
         self.step: tuple[RunStep, int] | None = None
         role_core: Any
+        groups = [PoolGroup(self.pool)]
         if role is Role.PREFILL:
-            role_core = PrefillCore(self.pool, new_sender(), Limits(chunk_tokens, 1, 4), {}, NUM_LAYERS)
+            role_core = PrefillCore(groups, new_sender(), Limits(chunk_tokens, 1, 4), {}, NUM_LAYERS)
         else:
-            role_core = DecodeCore(self.pool, new_receiver(), Limits(4, 2, 4), {}, reservation_timeout_s=1e6)
+            role_core = DecodeCore(
+                [PoolGroup(self.pool)], new_receiver(), Limits(4, 2, 4), {}, reservation_timeout_s=1e6
+            )
         role_core.state.history = Silent()  # what was is not part of what is
         self.core: WorkerCore[Any] = WorkerCore(role_core)
 

@@ -38,8 +38,8 @@ def test_the_explorer_finds_blocks_that_are_given_back_under_a_pack(monkeypatch:
     real = PrefillCore.end
 
     def end(self: PrefillCore, request: PrefillRequest, reason: str, now_s: float) -> None:
-        self.state.scheduler.blocks.pool.release(request.block_table, RefKind.HELD)
-        request.block_table = ()
+        self.state.scheduler.blocks.release_tables(request.block_tables, RefKind.HELD)
+        request.block_tables = ()
         real(self, request, reason, now_s)
 
     monkeypatch.setattr(PrefillCore, "end", end)

@@ -67,7 +67,7 @@ class KVGroup:
 
     def first_token_needed(self, num_tokens: int) -> int:
         """The first of `num_tokens` tokens that any later one reads."""
-        return max(0, num_tokens - self.window + 1) if self.window else 0
+        return first_token_needed(num_tokens, self.window)
 
     def __str__(self) -> str:
         window = f" window {self.window}" if self.window else ""
@@ -98,6 +98,11 @@ class KVSpec:
     def bytes_per_block(self) -> int:
         """One block of each group."""
         return self.block_size * self.bytes_per_token
+
+
+def first_token_needed(num_tokens: int, window: int) -> int:
+    """The first of `num_tokens` tokens that any later one reads; 0 without a window."""
+    return max(0, num_tokens - window + 1) if window else 0
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -75,14 +75,14 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass. `block_copies` (source, target) are done first: copy-on-write.
+    """One forward pass. `block_copies` (group, source, target) are done first: copy-on-write.
 
     Every source is read before a target is written, and no target is listed twice.
     """
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
-    block_copies: tuple[tuple[int, int], ...] = ()
+    block_copies: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

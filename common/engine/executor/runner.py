@@ -45,7 +45,8 @@ class ModelRunner:
     def run(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> StepResult:
         """Copy blocks, write KV of all scheduled tokens, sample where asked."""
         started_s = time.perf_counter()
-        self._cache.copy_blocks(plan.block_copies)
+        for idx in {group_idx for group_idx, _, _ in plan.block_copies}:
+            self._cache.copy_blocks([(source, target) for at, source, target in plan.block_copies if at == idx], idx)
         results = self._forward_and_sample(plan.sequences, layer_hook) if plan.sequences else ()
         if self._cache.fence is not None:
             self._cache.fence.mark_step()

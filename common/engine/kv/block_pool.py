@@ -137,11 +137,16 @@ class BlockPool:
         """Blocks with the longest leading run of `hashes`. Takes no reference: acquire before anything else."""
         blocks: list[int] = []
         for block_hash in hashes:
-            candidates = self._hash_to_blocks.get(block_hash)
-            if candidates is None:
+            block = self.find(block_hash)
+            if block is None:
                 break
-            blocks.append(next(iter(candidates)))
+            blocks.append(block)
         return blocks
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        """A block with this content. Takes no reference: acquire before anything else."""
+        candidates = self._hash_to_blocks.get(block_hash)
+        return None if candidates is None else next(iter(candidates))
 
     def register(self, block: int, block_hash: BlockHash) -> bool:
         """The referenced, full `block` holds the content of `block_hash` and will not be written again.

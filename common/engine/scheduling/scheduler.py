@@ -5,13 +5,13 @@ decides the order: it is asked once per step, and fills the step with the three 
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 from common.engine.contract.plan import SequenceResult, StepPlan, StepResult
-from common.engine.kv.block_pool import BlockPool
-from common.engine.scheduling.block_tables import BlockTables
-from common.engine.scheduling.sequence import HashChain, Rank, Sequence, SequencePhase
+from common.engine.scheduling.block_tables import BlockTables, PoolGroup
+from common.engine.scheduling.sequence import BlockTableSet, HashChain, Rank, Sequence, SequencePhase
 from common.engine.scheduling.step_rate import StepRate
 from common.values.config import WorkerConfig
 from common.values.request import Work
@@ -50,8 +50,8 @@ class Policy(Protocol):
 class Scheduler:
     """Plans one step at a time: `schedule`, then `finish_step` or `fail_step`."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, policy: Policy, hash_fields: Mapping[str, str]) -> None:
-        self.blocks = BlockTables(pool, policy.watermark, hash_fields)
+    def __init__(self, groups: Many[PoolGroup], limits: Limits, policy: Policy, hash_fields: Mapping[str, str]) -> None:
+        self.blocks = BlockTables(groups, policy.watermark, hash_fields, limits.max_num_batched_tokens)
         self.limits = limits
         self.rate = StepRate()
         self.num_preemptions = 0
@@ -59,7 +59,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._in_step: list[Sequence] = []
-        self._copies: list[tuple[int, int]] = []
+        self._copies: list[tuple[int, int, int]] = []
         self._num_steps = 0
         self._num_sequences = 0
         self._num_left = 0  # tokens that the step being filled has room for
@@ -91,14 +91,14 @@ class Scheduler:
     @property
     def is_short_of_blocks(self) -> bool:
         """Some sequence waits for blocks."""
-        return any(not sequence.block_table for sequence in self._waiting)
+        return any(not sequence.block_tables for sequence in self._waiting)
 
     # ---- sequences ----------------------------------------------------------------------------------
 
     def add(
-        self, work: Work, hashes: HashChain, rank: Rank, block_table: tuple[int, ...] = (), num_computed: int = 0
+        self, work: Work, hashes: HashChain, rank: Rank, block_tables: BlockTableSet = (), num_computed: int = 0
     ) -> Sequence:
-        """Queue a prompt. `block_table` (USED) holds its first `num_computed` tokens, findable from now on."""
+        """Queue a prompt. `block_tables` (USED) hold its first `num_computed` tokens, findable from now on."""
         sequence = Sequence(
             sequence_id=self._new_id(),
             work=work,
@@ -106,14 +106,13 @@ class Scheduler:
             rank=rank,
             token_ids=list(work.token_ids),
             hashes=hashes,
-            block_table=block_table,
+            block_tables=block_tables,
             num_computed=num_computed,
         )
-        if block_table:
-            self.blocks.register(sequence, 0)
+        if block_tables:
+            self.blocks.register_received(sequence)
         else:
-            hit = self.blocks.match(hashes, len(work.token_ids))
-            sequence.num_cached_tokens = len(hit) * self.blocks.pool.block_size
+            sequence.num_cached_tokens = self.blocks.match(hashes, len(work.token_ids)) * self.blocks.block_size
         self._waiting.append(sequence)
         return sequence
 
@@ -127,7 +126,7 @@ class Scheduler:
             rank=rank,
             token_ids=list(source.token_ids),
             hashes=source.hashes.copy(),
-            block_table=self.blocks.share(source),
+            block_tables=self.blocks.share(source),
             num_computed=source.num_computed,
         )
         self._waiting.append(fork)
@@ -162,24 +161,27 @@ class Scheduler:
         Full blocks become findable at once; not so those of a sequence whose row has an error.
         """
         rows = {row.sequence_id: row for row in result.results}
-        num_tokens = self.limits.max_num_batched_tokens - self._num_left
-        self.rate.add(num_tokens - self._num_decoding, self._num_decoding, result.duration_s)
+        num_prefill_tokens = self.limits.max_num_batched_tokens - self._num_left - self._num_decoding
+        self.rate.add(num_prefill_tokens, self._num_decoding, result.duration_s)
+        in_step, self._in_step = self._in_step, []
         finished = []
-        for sequence in self._in_step:
-            row, start = rows.get(sequence.sequence_id), sequence.num_computed
-            sequence.num_computed += sequence.num_scheduled
-            if row is not None and row.error is not None:
-                self.blocks.distrust(sequence)
+        for sequence in in_step:
+            row, num_tokens = rows.get(sequence.sequence_id), sequence.num_scheduled
+            self._advance(sequence, num_tokens, is_trusted=row is None or row.error is None)
+            if sequence.is_ended:
+                self.blocks.release(sequence)
             else:
-                self.blocks.register(sequence, start)
-            if not sequence.is_ended:
-                finished.append((sequence, sequence.num_scheduled, row))
-        self._end_step()
+                finished.append((sequence, num_tokens, row))
         return finished
 
     def fail_step(self) -> list[Sequence]:
         """Nothing of the step counts; its sequences that have not ended meanwhile."""
-        return [sequence for sequence in self._end_step() if not sequence.is_ended]
+        in_step, self._in_step = self._in_step, []
+        for sequence in in_step:
+            sequence.num_scheduled = 0
+            if sequence.is_ended:
+                self.blocks.release(sequence)
+        return [sequence for sequence in in_step if not sequence.is_ended]
 
     # ---- what a policy fills a step with ------------------------------------------------------------
 
@@ -194,7 +196,7 @@ class Scheduler:
 
     def admit(self, sequence: Sequence) -> bool:
         """WAITING -> RUNNING; False when it has no blocks and there are too few for all of its tokens."""
-        if not sequence.block_table and not self.blocks.fill(sequence, len(self._running)):
+        if not sequence.block_tables and not self.blocks.fill(sequence, len(self._running)):
             return False
         self._waiting.remove(sequence)
         self._running.append(sequence)
@@ -204,6 +206,7 @@ class Scheduler:
     def prefill(self, sequence: Sequence, max_tokens: int) -> int:
         """The next chunk of a prompt, as large as `max_tokens` and the step allow; how many tokens it has."""
         num_tokens = min(sequence.num_remaining, max_tokens, self._num_left)
+        num_tokens = self.blocks.num_writable(sequence, num_tokens)
         if num_tokens > 0:
             self._take(sequence, num_tokens)
         return num_tokens
@@ -238,7 +241,7 @@ class Scheduler:
         self._num_left -= num_tokens
 
     def _preempt_youngest_after(self, sequence: Sequence) -> bool:
-        victims = [s for s in (*self._waiting, *self._running) if s.block_table and s.rank > sequence.rank]
+        victims = [s for s in (*self._waiting, *self._running) if s.block_tables and s.rank > sequence.rank]
         if not victims:
             return False
         self._preempt(max(victims, key=lambda victim: victim.rank))
@@ -246,7 +249,7 @@ class Scheduler:
 
     def _yield_to_older(self, sequence: Sequence) -> None:
         """With few slots an older sequence may wait for one, on the very blocks that this one lacks."""
-        if any(other.block_table and other.rank < sequence.rank for other in self._waiting):
+        if any(other.block_tables and other.rank < sequence.rank for other in self._waiting):
             self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -260,10 +263,12 @@ class Scheduler:
             self._waiting.append(sequence)
             sequence.phase = SequencePhase.WAITING
 
-    def _end_step(self) -> list[Sequence]:
-        in_step, self._in_step = self._in_step, []
-        for sequence in in_step:
-            sequence.num_scheduled = 0
-            if sequence.is_ended:
-                self.blocks.release(sequence)
-        return in_step
+    def _advance(self, sequence: Sequence, num_tokens: int, *, is_trusted: bool) -> None:
+        start = sequence.num_computed
+        sequence.num_computed = start + num_tokens
+        sequence.num_scheduled = 0
+        if is_trusted:
+            self.blocks.register(sequence, start)
+        else:
+            self.blocks.distrust(sequence)
+        self.blocks.move_windows(sequence)

@@ -24,6 +24,10 @@ class SequencePhase(StrEnum):
     ENDED = "ended"
 
 
+# In a block table: nothing there, as no token that is still to be computed reads it, or not yet.
+NO_BLOCK = -1
+# One block table per group of layers; empty = no blocks at all.
+BlockTableSet = tuple[tuple[int, ...], ...]
 # (priority, order of arrival, choice): the smallest goes first, the largest is preempted first.
 Rank = tuple[int, int, int]
 
@@ -44,7 +48,7 @@ class HashChain:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The scheduler moves `phase`, `block_table` and the counts; the core appends tokens."""
+    """The scheduler moves `phase`, `block_tables` and the counts; the core appends tokens."""
 
     sequence_id: int
     work: Work
@@ -52,7 +56,7 @@ class Sequence:
     rank: Rank
     token_ids: list[int]  # prompt and output
     hashes: HashChain
-    block_table: tuple[int, ...] = ()
+    block_tables: BlockTableSet = ()
     num_cached_tokens: int = 0  # found in the prefix cache when it got its blocks; before that an estimate
     num_computed: int = 0  # tokens whose KV is in place; < len(token_ids) while it can be scheduled
     num_scheduled: int = 0  # tokens in the running step; 0 = not part of it
@@ -62,7 +66,7 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens to compute before the next one can be drawn; without blocks, as far as known."""
-        return len(self.token_ids) - (self.num_computed if self.block_table else self.num_cached_tokens)
+        return len(self.token_ids) - (self.num_computed if self.block_tables else self.num_cached_tokens)
 
     @property
     def is_decoding(self) -> bool:
@@ -86,13 +90,14 @@ class Sequence:
             sequence_id=self.sequence_id,
             token_ids=tuple(self.token_ids[self.num_computed : end]),
             start=self.num_computed,
-            block_tables=(self.block_table,),
+            block_tables=_as_planned(self.block_tables),
             samples=tuple(sample_spec(self.work, c, self.token_ids) for c in self.choices) if is_last else (),
         )
 
     def __str__(self) -> str:
         choices = ",".join(map(str, self.choices))
-        counts = f"computed {self.num_computed}/{len(self.token_ids)} in {len(self.block_table)} blocks"
+        num_blocks = sum(len(table) - table.count(NO_BLOCK) for table in self.block_tables)
+        counts = f"computed {self.num_computed}/{len(self.token_ids)} in {num_blocks} blocks"
         return f"sequence {self.sequence_id} of {self.work.attempt_id} choice {choices} {self.phase} {counts}"
 
 
@@ -102,3 +107,11 @@ def by_tenant(sequences: Iterable[Sequence]) -> dict[str, list[Sequence]]:
     for sequence in sequences:
         lines.setdefault(sequence.work.tenant, []).append(sequence)
     return lines
+
+
+def _as_planned(tables: BlockTableSet) -> BlockTableSet:
+    """Where no block is any more, some block: it is not read, and no number is out of range."""
+    for table in tables:
+        if table[0] == NO_BLOCK:
+            return tuple(tuple(max(block, 0) for block in table) for table in tables)
+    return tables

@@ -16,8 +16,9 @@ class Core:
 
     def __init__(self, problem: str = "") -> None:
         self._problem = problem
-        self.pool = BlockPool(8, 16)
-        self.pool.allocate(3, RefKind.HELD)
+        pool = BlockPool(8, 16)
+        pool.allocate(3, RefKind.HELD)
+        self.blocks = pool  # has `stats`
 
     def check_invariants(self) -> None:
         assert not self._problem, self._problem

@@ -188,7 +188,8 @@ async def test_a_kv_cache_of_the_same_size_is_kept_and_of_another_is_made_anew(m
         assert (other.num_blocks, other.block_size) == ((12,), 8)
         assert first.nbytes == 0
         assert first.layers == ()
-        assert rig.roles[-1].around.new_pool().stats().free == 12
+        (group,) = rig.roles[-1].around.new_pools()
+        assert (group.pool.stats().free, group.window) == (12, 0)
 
 
 async def test_a_drain_that_comes_during_a_change_ends_the_worker(model: Path) -> None:

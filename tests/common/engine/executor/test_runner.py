@@ -114,7 +114,7 @@ def test_a_forked_sequence_goes_on_in_copied_blocks(loaded: LoadedModel, model_p
     for fork, token in zip(forks, first.tokens, strict=True):
         fork.tokens.append(token)
         fork.num_done = len(prompt)
-    copied = StepPlan(1, tuple(fork.schedule(idx, 1) for idx, fork in enumerate(forks)), block_copies=((11, 30),))
+    copied = StepPlan(1, tuple(fork.schedule(idx, 1) for idx, fork in enumerate(forks)), block_copies=((0, 11, 30),))
     for fork, result in zip(forks, loaded.runner.run(copied).results, strict=True):
         fork.accept(result)
     run_all(loaded.runner, forks, 1)
@@ -123,7 +123,7 @@ def test_a_forked_sequence_goes_on_in_copied_blocks(loaded: LoadedModel, model_p
 
 def test_copies_alone_are_a_step(loaded: LoadedModel) -> None:
     fill_block(loaded.cache, 3, 5.0)
-    result = loaded.runner.run(StepPlan(8, (), block_copies=((3, 6),)))
+    result = loaded.runner.run(StepPlan(8, (), block_copies=((0, 3, 6),)))
     assert (result.step_id, result.results) == (8, ())
     assert blocks_hold(loaded.cache, [6], 5.0)
 
