@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from common.values.config import ClusterConfig, ModelConfig
 from deploy.cli import main
+from deploy.cli.commands import with_model
 from deploy.cli.exit_codes import _CODES
+from tests.tiny_model import write_tiny_model
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -144,3 +147,22 @@ def test_a_misspelt_variable_is_refused_by_every_command(command: str) -> None:
 @pytest.mark.parametrize(("module", "name"), _CODES)
 def test_every_explained_error_is_where_it_is_looked_for(module: str, name: str) -> None:
     assert issubclass(getattr(importlib.import_module(module), name), Exception)
+
+
+def test_a_linked_model_keeps_the_name_of_its_link(tmp_path: Path) -> None:
+    from common.checkpoint import open_checkpoint
+
+    write_tiny_model(tmp_path / "models--org--name" / "snapshots" / "0123abcd")
+    link = tmp_path / "my-model"
+    link.symlink_to(tmp_path / "models--org--name" / "snapshots" / "0123abcd")
+    config = with_model(ClusterConfig(model=ModelConfig(path=str(link))))
+    assert open_checkpoint(config.model.path).served_name == "my-model"
+
+
+def test_a_model_with_a_broken_template_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "tiny")
+    (path / "chat_template.jinja").write_text("{% if %}")
+    result = run("up", "--model", str(path))
+    assert result.returncode == 1
+    assert "the chat template cannot be compiled" in result.stderr
+    assert "Traceback" not in result.stderr
