@@ -10,8 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Where protocols, events and effects are named: two files that use one of them meet there.
-MEETING_PLACES = ("common/engine/contract/", "kvtransfer/events.py", "kvtransfer/links/protocol.py")
-WAYS = {"way of a KV chunk": 18}
+MEETING_PLACES = (
+    *("common/engine/contract/", "kvtransfer/events.py", "kvtransfer/links/protocol.py"),
+    *("common/values/messages.py", "common/values/request.py", "router/core/events.py", "router/core/generation.py"),
+)
+WAYS = {"way of a KV chunk": 18, "way of a token": 19}
 
 
 def files_of(way: str, page: str) -> list[str]:
