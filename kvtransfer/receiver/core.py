@@ -135,15 +135,10 @@ class ReceiverCore:
     def check_invariants(self) -> None:
         """Raise AssertionError when the state contradicts itself."""
         for attempt in self._attempts.values():
-            assert attempt.num_writes == sum(write.attempt is attempt for write in self._writes.values())
-            if attempt.state is ExpectationState.WITHDRAWN:
-                assert attempt.num_writes > 0
-                assert attempt.current is None
-            if attempt.current is not None:
-                assert attempt.current.peer in self._peers
-                assert attempt.current.transfer_id.prefill_try == attempt.newest_try
+            attempt.check(self._writes.values())
+            assert attempt.current is None or attempt.current.peer in self._peers
         for peer in self._peers.values():
-            self._check_peer(peer)
+            peer.check(self._writes.values())
         assert not self._effects
 
     # ---- attempts -----------------------------------------------------------------------------------
@@ -360,11 +355,6 @@ class ReceiverCore:
     def _take_effects(self) -> list[ReceiverEffect]:
         effects, self._effects = self._effects, []
         return effects
-
-    def _check_peer(self, peer: ReceiverPeer) -> None:
-        writing_bytes = sum(write.chunk.num_bytes for write in self._writes.values() if write.peer is peer)
-        assert peer.window.inflight_bytes == writing_bytes + peer.window.posted_bytes
-        assert peer.state is ReceiverPeerState.DROPPING or not peer.window.can_post
 
 
 def _current(attempt: Expectation) -> ReceiverTransfer:

@@ -1,6 +1,7 @@
 """What the receiver core knows of expectations, transfers and peers. Pure: no IO. Mutated by `ReceiverCore` alone."""
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -110,6 +111,14 @@ class Expectation:
     def attempt_id(self) -> AttemptId:
         return self.expected.attempt_id
 
+    def check(self, writes: Iterable["Write"]) -> None:
+        """Raise AssertionError when it contradicts itself or what is being written."""
+        assert self.num_writes == sum(write.attempt is self for write in writes)
+        if self.state is ExpectationState.WITHDRAWN:
+            assert self.num_writes > 0
+            assert self.current is None
+        assert self.current is None or self.current.transfer_id.prefill_try == self.newest_try
+
 
 @dataclass(slots=True)
 class ReceiverPeer:
@@ -126,6 +135,12 @@ class ReceiverPeer:
     @property
     def owes_progress(self) -> bool:
         return self.state is ReceiverPeerState.READY and self.window.num_posted > 0
+
+    def check(self, writes: Iterable["Write"]) -> None:
+        """Raise AssertionError when the window contradicts what is being written, or rests with room."""
+        writing_bytes = sum(write.chunk.num_bytes for write in writes if write.peer is self)
+        assert self.window.inflight_bytes == writing_bytes + self.window.posted_bytes
+        assert self.state is ReceiverPeerState.DROPPING or not self.window.can_post
 
     def refuse(self, transfer_id: TransferId) -> bool:
         """Note that the transfer is answered with SendCancel; False when it was before."""

@@ -21,3 +21,13 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def page() -> Iterator[Served]:
     with served() as started:
         yield started
+
+
+@pytest.fixture(autouse=True)
+def opened(tab: Browser, page: Served) -> Iterator[None]:
+    """The page, freshly loaded and filled; no test may leave an error on the console."""
+    tab.open(page.url)
+    tab.wait("return document.querySelectorAll('#requests tr').length > 3")
+    tab.console()
+    yield
+    assert [line for line in tab.console() if line.startswith(("SEVERE", "WARNING"))] == []

@@ -1,38 +1,13 @@
 """The operator's page in a real browser, over a scripted cluster."""
 
-import itertools
-import json
-import time
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from common.cluster.reports import LoadingWorker, RouterReport
 from common.values.messages import Role
 from tests.router.front.keys_for_tests import ACME, ADMIN, access
 from tests.ui.browser import ENTER, ESCAPE, SPACE, TAB, Browser
-from tests.ui.page_service import HOSTILE_ID, LONG_ID, TIMINGS, Served, record, served, worker
-
-NUM_PHASES = 6
-
-
-@pytest.fixture(autouse=True)
-def opened(tab: Browser, page: Served) -> Iterator[None]:
-    """The page, freshly loaded and filled; no test may leave an error on the console."""
-    tab.open(page.url)
-    tab.wait("return document.querySelectorAll('#requests tr').length > 3")
-    tab.console()
-    yield
-    assert [line for line in tab.console() if line.startswith(("SEVERE", "WARNING"))] == []
-
-
-def select(tab: Browser, request_id: str) -> None:
-    tab.script(
-        "[...document.querySelectorAll('#requests button')].find(b => b.textContent === arguments[0]).click()",
-        request_id,
-    )
-    tab.wait("return document.querySelector('#detail h3')?.textContent === arguments[0]", request_id)
+from tests.ui.page_service import HOSTILE_ID, LONG_ID, Served, record, served, worker
+from tests.ui.steps import select
 
 
 def test_the_last_minute_is_shown_in_tiles(tab: Browser) -> None:
@@ -140,68 +115,6 @@ def test_changes_arrive_without_a_reload(tab: Browser, page: Served) -> None:
     tab.wait("return !document.querySelector('.pool.decode').innerText.includes('decode-9')")
 
 
-def test_the_waterfalls_parts_add_up_to_the_wall_time(tab: Browser) -> None:
-    select(tab, LONG_ID)
-    bars = tab.script(
-        "return [...document.querySelectorAll('.phase rect')].map(r => [r.x.baseVal.value, r.width.baseVal.value])"
-    )
-    span = tab.script("return document.querySelector('.waterfall').viewBox.baseVal.width") - 98 - 66
-    assert sum(width for _, width in bars) / span == pytest.approx(1.0, abs=0.005)
-    for (x, width), (following, _) in itertools.pairwise(bars):
-        assert following == pytest.approx(x + width, abs=1.6)
-    assert len(bars) == NUM_PHASES
-
-
-def test_phases_have_the_words_of_the_command_line(tab: Browser) -> None:
-    select(tab, LONG_ID)
-    words = tab.script("return [...document.querySelectorAll('.phase text:not(.value)')].map(t => t.textContent)")
-    assert words == ["route", "queue", "prefill", "transfer", "decode queue", "decode"]
-
-
-def test_a_phase_of_nothing_leaves_no_mark(tab: Browser, page: Served) -> None:
-    before = page.service.records
-    page.service.records = (record("req-quick", timings=TIMINGS | {"decode_queue_s": 0.00001, "kv_exposed_s": 0.0}),)
-    tab.wait("return document.querySelectorAll('#requests tr').length === 1")
-    select(tab, "req-quick")
-    marked = tab.script("return [...document.querySelectorAll('.phase:has(rect)')].map(g => g.textContent)")
-    page.service.records = before
-    assert [text for text in marked if "transfer" in text or "decode queue" in text] == []
-    assert len(marked) == NUM_PHASES - 2
-
-
-@pytest.mark.parametrize(
-    ("end", "most", "ticks"),
-    [
-        (3.34, 6, [0, 1, 2, 3]),
-        (0.316, 6, [0, 0.1, 0.2, 0.3]),
-        (1.0, 6, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
-        (12.2, 3, [0, 10]),
-    ],
-)
-def test_axes_have_round_ticks(tab: Browser, end: float, most: int, ticks: list[float]) -> None:
-    found = tab.script(
-        "const [end, most] = arguments;"
-        "return import(new URL('waterfall.js', document.baseURI)).then(m => m.roundTicks(end, most))",
-        end, most,
-    )  # fmt: skip
-    assert found == pytest.approx(ticks)
-
-
-@pytest.mark.parametrize("width", [375, 1280])
-def test_columns_and_durations_stay_in_view_beside_an_open_detail(tab: Browser, width: int) -> None:
-    tab.set_window(width, 1300)
-    select(tab, LONG_ID)
-    outside = tab.script(
-        "const outside = e => { const b = e.getBoundingClientRect(), l = e.closest('.scroll, #detail')"
-        ".getBoundingClientRect(); return b.left < l.left - 1 || b.right > l.right + 1; };"
-        "const all = document.querySelectorAll('#requests tr:first-child > *, .waterfall .value');"
-        "return [...all].filter(outside).length"
-    )
-    shown = tab.script("return [...document.querySelector('#requests tr').children].every(c => c.offsetWidth > 20)")
-    tab.set_window(1400, 1300)
-    assert (outside, shown) == (0, True)
-
-
 def test_what_tooltips_say_is_also_text(tab: Browser) -> None:
     select(tab, LONG_ID)
     assert "210 used, 90 held, 400 cached, 300 free of 1,000 KV blocks" in tab.text(".pool.prefill")
@@ -209,17 +122,6 @@ def test_what_tooltips_say_is_also_text(tab: Browser) -> None:
     rows = tab.script("return [...document.querySelectorAll('.marks tr')].map(r => r.innerText.split('\\t'))")
     assert rows[0] == ["24.0 ms", "prefill chunk 1", "512 tokens in 100 ms"]
     assert rows[3] == ["60.0 ms", "KV of layers 0 to 9", "512 tokens in place"]
-
-
-def test_marks_have_a_legend_and_edges_of_chunks_are_seen_below_ticks(tab: Browser) -> None:
-    select(tab, LONG_ID)
-    assert tab.text("#detail .legend").split("\n") == ["prefill chunk", "KV of some layers in place"]
-    bottoms = tab.script(
-        "const bottom = e => e.getBoundingClientRect().bottom;"
-        "return [Math.max(...[...document.querySelectorAll('.tick')].map(bottom)),"
-        " Math.min(...[...document.querySelectorAll('.chunk')].map(bottom))]"
-    )
-    assert bottoms[0] < bottoms[1] - 5
 
 
 def test_rows_stay_under_the_pointer_until_it_leaves(tab: Browser, page: Served) -> None:
@@ -253,45 +155,12 @@ def test_escape_closes_the_detail(tab: Browser) -> None:
     assert tab.script("return document.activeElement.textContent") == LONG_ID
 
 
-def test_prefill_chunks_and_kv_chunks_stand_on_the_prefill_bar(tab: Browser) -> None:
-    select(tab, LONG_ID)
-    chunks = tab.script("return [...document.querySelectorAll('.chunk title')].map(t => t.textContent)")
-    ticks = tab.script("return [...document.querySelectorAll('.tick')].map(t => t.textContent)")
-    assert chunks[0] == "prefill chunk 1: 512 tokens in 100 ms"
-    assert (len(chunks), len(ticks)) == (3, 12)
-    assert ticks[1].startswith("KV of layers 10 to 19, 512 tokens")
-    assert "94 % hidden behind prefill" in tab.text("#detail")
-
-
 def test_the_decision_is_shown_with_its_costs_and_refusals(tab: Browser) -> None:
     select(tab, LONG_ID)
     rows = tab.script("return [...document.querySelectorAll('.decisions tbody tr')].map(r => r.innerText.split('\\t'))")
     assert rows[0][1:] == ["prefill", "prefill-0", "0.412", "0.100", "512", "chosen: lowest cost"]
     assert rows[1][-1] == "queue is full"
     assert "decode-1 lost: silent for 4 s" in tab.text(".attempts")
-
-
-def test_the_trace_opens_as_chrome_trace_events(tab: Browser) -> None:
-    select(tab, LONG_ID)
-    trace = tab.script(
-        "const done = import(new URL('trace.js', document.baseURI));"
-        "return done.then(m => fetch('../admin/v1/requests/' + arguments[0]).then(r => r.json()).then(m.traceOf))",
-        LONG_ID,
-    )
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == 1]
-    assert sum(span["dur"] for span in spans) == pytest.approx(1e6)
-    assert all(event["ts"] >= 0 for event in trace["traceEvents"] if event["ph"] != "M")
-    assert {event["name"] for event in trace["traceEvents"]} >= {"prefill", "chunk 3", "first token", "layers 0-9"}
-
-
-def test_export_saves_a_file(tab: Browser, tmp_path: Path) -> None:
-    tab.devtools("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
-    select(tab, "req-00")
-    tab.click(".detail-head button")
-    file, deadline_s = tmp_path / "req-00.trace.json", time.monotonic() + 60
-    while not file.exists() and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert json.loads(file.read_text())["otherData"] == {"request_id": "req-00"}
 
 
 def test_names_from_outside_are_text_and_never_markup(tab: Browser) -> None:
