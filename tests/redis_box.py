@@ -36,16 +36,16 @@ class RedisBox:
         return redis.Redis.from_url(self.url)
 
     def kill(self) -> None:
-        child = self._own.child
-        assert child is not None
-        os.kill(child.pid, signal.SIGKILL)
-        child.stop(grace_s=5.0)
+        os.kill(self._own.process.pid, signal.SIGKILL)
+        self._own.process.stop()
 
     def start_again(self) -> None:
-        assert self._own.start()
+        """In this thread: a child of ours dies with the thread that made it."""
+        self._own.process.restart()
+        assert self._own.wait(), self._own.process.log_tail()
 
     def close(self) -> None:
-        self._own.stop()
+        self._own.process.stop()
 
 
 @contextlib.contextmanager

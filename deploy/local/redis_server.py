@@ -61,12 +61,16 @@ class OwnRedis:
     async def start(self) -> bool:
         """True once it answers. False when it ended, or stayed silent and was ended: its log says why."""
         self.process.restart()
+        return await asyncio.to_thread(self.wait)
+
+    def wait(self) -> bool:
+        """As `start` says of a process that runs already."""
         deadline_s = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline_s and not self.process.has_ended:
-            if await asyncio.to_thread(_answers, self._port, self._password):
+            if _answers(self._port, self._password):
                 return True
-            await asyncio.sleep(_POLL_INTERVAL_S)
-        await asyncio.to_thread(self.process.stop)
+            time.sleep(_POLL_INTERVAL_S)
+        self.process.stop()
         return False
 
 
@@ -117,7 +121,8 @@ def start_redis(binary: str, runtime_dir: Path) -> RedisServer:
     tail = ""
     for _ in range(_MAX_STARTS):
         own = OwnRedis(binary, runtime_dir)
-        if asyncio.run(own.start()):
+        own.process.restart()
+        if own.wait():
             return RedisServer(own.url, binary, own)
         tail = own.process.log_tail(5)
     raise StartFailed(f"{binary} did not start: {tail}")
