@@ -18,9 +18,9 @@ WAYS = {"way of a KV chunk": 18, "way of a token": 19}
 
 
 def files_of(way: str, page: str) -> list[str]:
-    """The files of a fenced list with that heading, in order: the first word of each line."""
+    """The files of a fenced list with that heading, in order."""
     (block,) = re.findall(rf"```\n{re.escape(way)}\n(.*?)```", page, flags=re.DOTALL)
-    return [line.split()[0] for line in block.splitlines()]
+    return block.split()
 
 
 def imports_of(path: str) -> set[str]:
