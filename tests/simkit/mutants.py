@@ -205,7 +205,7 @@ MUTANTS = (
     Mutant(
         "held text is not shown at the end",
         "router.text.stop_strings:StopScanner.flush",
-        'held, self._held = self._held, ""',
+        'held, self._held = self._visible(self._held), ""',
         'held, self._held = "", ""',
         ("tests/router/text/test_stop_strings.py::test_held_text_is_shown_at_the_end",),
     ),

@@ -35,6 +35,8 @@ def attention_planes(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tu
 def write_rows(kv: LayerKV, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Put k and v [num_tokens, num_kv_heads, head_dim] into `slots` [num_tokens] int64 of one layer."""
     dtype = kv[0].dtype
+    if not slots.shape[0]:
+        return  # the scales of no token have no stride to be viewed by
     if not is_quantized(dtype):
         for plane, values in zip(kv, (k, v), strict=True):
             _slots(plane).index_copy_(0, slots, values.flatten(1))
