@@ -118,7 +118,7 @@ async def serve(
         service = await stack.enter_async_context(_service(config, index, metrics, on_end))
         access = await stack.enter_async_context(keys_in_force(config, metrics))
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        validator = Validator(model, config.default_deadline_s, random.Random(), encode)
+        validator = Validator(model, config.default_deadline_s, random.Random(), encode, config.default_max_tokens)
         frontend = Frontend(service, tokenizer, model, validator, metrics)
         credentials = grpc_credentials(config.cert_file, config.key_file)
         grpc_address = join_address(config.host, config.grpc_port)

@@ -127,6 +127,12 @@ class RouterSettings(BaseModel):
     )
     max_num_queued: int = Field(256, ge=0, description="requests without a grant before new ones are refused")
     default_deadline_s: float = Field(600.0, gt=0)
+    # Twenty seconds of the demo model on a laptop; its whole context would be minutes, and small models rarely stop.
+    default_max_tokens: int = Field(
+        1024,
+        ge=0,
+        description="tokens of a chat's answer where neither request nor model says; 0 = what the context holds",
+    )
     max_retries: int = Field(3, ge=0, description="replacements of a lost worker per request")
     worker_silence_s: float = Field(4.0, gt=0, description="a worker that says nothing for so long is lost")
     # Longer than `pdserve up` takes to replace a worker with a small model: 4 s at rest, 9 s measured on busy cores.

@@ -18,7 +18,7 @@ What is accepted (everything else is an InvalidRequest that names the field): nu
     cache_salt           128 characters; with API keys only of tenants that may
 
 NaN and infinities are outside of every range. max_tokens not stated: as the model's authors advise, else 16 for a
-completion and what the context holds for a chat; only a default is clipped to the context, never a stated value.
+completion and `router.default_max_tokens` for a chat; only a default is clipped to the context, never a stated value.
 """
 
 import dataclasses
@@ -60,9 +60,17 @@ class ValidRequest:
 class Validator:
     """Stateless but for the generator of seeds."""
 
-    def __init__(self, model: ServedModel, default_deadline_s: float, seeds: random.Random, encode: Encode) -> None:
-        """`encode` gives the tokens of a text by itself."""
+    def __init__(
+        self,
+        model: ServedModel,
+        default_deadline_s: float,
+        seeds: random.Random,
+        encode: Encode,
+        default_max_tokens: int = 0,
+    ) -> None:
+        """`encode` gives the tokens of a text by itself; `default_max_tokens` of a chat, 0 = what the context holds."""
         self._model = model
+        self._default_max_tokens = default_max_tokens
         self._encode = encode
         self._default_deadline_s = default_deadline_s
         self._seeds = seeds
@@ -77,7 +85,7 @@ class Validator:
         self, spec: RequestSpec, token_ids: Sequence[int], request_id: RequestId, tenant: Tenant, grammar: str = ""
     ) -> ValidRequest:
         """`token_ids` are the tokens of `spec.prompt`, `grammar` is what `spec.constraint` became."""
-        check = _Checks(spec, self._model, self._encode)
+        check = _Checks(spec, self._model, self._encode, self._default_max_tokens)
         check.prompt(token_ids)
         sampling = check.sampling(len(token_ids), self._seeds, grammar)
         stated, pins = spec.stated, spec.pins
@@ -101,7 +109,8 @@ class Validator:
 class _Checks:
     """Of one request. Each method returns the value to use, or raises InvalidRequest with the API's field name."""
 
-    def __init__(self, spec: RequestSpec, model: ServedModel, encode: Encode) -> None:
+    def __init__(self, spec: RequestSpec, model: ServedModel, encode: Encode, default_max_tokens: int) -> None:
+        self._chat_tokens = default_max_tokens or model.max_model_len
         self._encode = encode
         self._spec = spec
         self._stated = spec.stated
@@ -203,7 +212,7 @@ class _Checks:
         advised = self._model.generation_defaults.get("max_new_tokens")
         if advised:
             return int(advised)
-        return self._model.max_model_len if isinstance(self._spec.prompt, ChatPrompt) else DEFAULT_COMPLETION_TOKENS
+        return self._chat_tokens if isinstance(self._spec.prompt, ChatPrompt) else DEFAULT_COMPLETION_TOKENS
 
     def _token_ids(self, field: str, max_num: int) -> tuple[int, ...]:
         token_ids = getattr(self._stated, field) or ()

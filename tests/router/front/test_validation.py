@@ -142,9 +142,17 @@ def test_the_models_end_tokens_stop_unless_ignored() -> None:
     assert sampled(stop_token_ids=[9], ignore_eos=True).stop_token_ids == (9,)
 
 
-def test_a_chat_may_use_the_whole_context() -> None:
-    chat = RequestSpec(ChatPrompt(({"role": "user", "content": "x"},)))
-    assert validate(chat, num_tokens=500).generation.sampling.max_tokens == 12
+@pytest.mark.parametrize(
+    ("default", "num_prompt_tokens", "stated", "tokens"),
+    [(0, 500, None, 12), (64, 3, None, 64), (64, 500, None, 12), (64, 3, 400, 400)],
+)
+def test_a_chat_that_states_no_max_tokens_gets_the_settings_within_the_context(
+    default: int, num_prompt_tokens: int, stated: int | None, tokens: int
+) -> None:
+    validator = Validator(MODEL, 10.0, random.Random(1), ids, default)
+    chat = RequestSpec(ChatPrompt(({"role": "user", "content": "x"},)), max_tokens=stated)
+    request = validator.validate(chat, [65] * num_prompt_tokens, RequestId("r"), Tenant(""))
+    assert request.generation.sampling.max_tokens == tokens
 
 
 def test_an_unknown_model_is_named() -> None:
