@@ -44,7 +44,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         try:
             return _Cursor(data).header()
         except (struct.error, UnicodeDecodeError, KeyError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from error
+            raise CheckpointError(f"{path} is cut off or damaged, download it again: {error}") from error
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
 
@@ -71,7 +71,8 @@ class _Cursor:
 
     def _count(self, count: int) -> range:
         if count > len(self._data):
-            raise CheckpointError(f"count {count} at byte {self._offset} is more than the file holds")
+            text = f"count {count} at byte {self._offset} is more than the file holds"
+            raise CheckpointError(f"{text}; it is cut off or damaged, download it again")
         return range(count)
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
@@ -86,7 +87,8 @@ class _Cursor:
         (length,) = struct.unpack_from("<Q", self._data, self._offset)
         start = self._offset + 8
         if start + length > len(self._data):
-            raise CheckpointError(f"string of {length} bytes at byte {start} passes the end of the file")
+            text = f"a string of {length} bytes at byte {start} passes the end of the file"
+            raise CheckpointError(f"{text}; it is cut off or damaged, download it again")
         self._offset = start + length
         return self._data[start : self._offset].decode("utf-8")
 

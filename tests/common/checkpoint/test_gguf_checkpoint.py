@@ -104,7 +104,7 @@ def test_scaled_rope_is_refused(directory: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept_bytes", [4, 20, 40, 3000])
 def test_a_file_that_was_cut_off_is_refused(gguf_path: Path, kept_bytes: int) -> None:
     gguf_path.write_bytes(gguf_path.read_bytes()[:kept_bytes])
-    with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf.* cut off .*download it again"):
         open_checkpoint(gguf_path)
 
 
