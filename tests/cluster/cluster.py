@@ -106,6 +106,18 @@ class Cluster:
             time.sleep(0.05)
         return found
 
+    def wait_for_index(self, worker_id: str, num_blocks: int, timeout_s: float = 60.0) -> None:
+        """Wait until the router's copy of the index has so many blocks of the worker."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            with httpx.stream("GET", f"{self.url}/admin/v1/events", timeout=60) as reply:
+                snapshot = next(json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: "))
+            rows = {row["worker_id"]: row["num_blocks"] for row in snapshot["index"] or ()}
+            if rows.get(worker_id, 0) >= num_blocks:
+                return
+            assert time.monotonic() < deadline_s, f"index: {rows}"
+            time.sleep(0.1)
+
     def wait_for_pools(self, prefill: int, decode: int, timeout_s: float = 120.0) -> None:
         """Wait until exactly so many workers of each role are ready."""
         deadline_s = time.monotonic() + timeout_s

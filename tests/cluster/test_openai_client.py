@@ -86,16 +86,18 @@ def test_four_choices_share_one_prefill_and_differ(client: openai.OpenAI, model:
 def test_a_shared_prefix_is_reported_and_the_request_lands_where_it_is(
     client: openai.OpenAI, model: str, cluster: Cluster
 ) -> None:
-    """1. a long prompt, cold; 2. its prefix with another tail: 800 tokens cached, on the same prefill worker."""
+    """1. a long prompt, cold; 2. the router's copy of the index has it; 3. its prefix with another tail: 800 tokens
+    cached, on the same prefill worker."""
     arguments = {"model": model, "max_tokens": 4, "temperature": 0}
     cold = client.completions.with_raw_response.create(prompt=f"{LONG_TEXT} First tail.", **arguments)
+    name = "x-pdserve-prefill-worker"
+    cluster.wait_for_index(cold.headers[name], 800 // 16)
     warm = client.completions.with_raw_response.create(prompt=f"{LONG_TEXT} Second tail.", **arguments)
     cold_usage, warm_usage = cold.parse().usage, warm.parse().usage
     assert cold_usage is not None and cold_usage.prompt_tokens_details is not None
     assert warm_usage is not None and warm_usage.prompt_tokens_details is not None
     assert cold_usage.prompt_tokens_details.cached_tokens == 0
     assert (warm_usage.prompt_tokens_details.cached_tokens or 0) >= 800
-    name = "x-pdserve-prefill-worker"
     assert cold.headers[name] == warm.headers[name]
 
 
