@@ -78,14 +78,25 @@ class PoolStore:
             return None
 
     async def get_status(self) -> dict[str, Any] | None:
-        """What the controller last said; None when none runs or Redis is away."""
+        """What the controller last said; None when none runs or Redis is away.
+
+        The desired sizes are those of now: a size that was set since the controller's last heartbeat is among them.
+        """
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                value = await self._redis.getrange(self._status_key, 0, 1 << 16)
+                pipeline = self._redis.pipeline(transaction=False)
+                pipeline.getrange(self._status_key, 0, 1 << 16)
+                pipeline.hmget(self._sizes_key, list(ROLES))
+                value, sizes = await pipeline.execute()
             status = json.loads(value)
         except (*REDIS_ERRORS, ValueError):
             return None
-        return status if isinstance(status, dict) else None
+        if not isinstance(status, dict):
+            return None
+        for role, size in (_sizes(sizes) or {}).items():
+            if isinstance(status.get(role), dict):
+                status[role]["desired"] = size
+        return status
 
     async def announce(self, desired: Mapping[str, int], status: Mapping[str, object]) -> dict[str, int] | None:
         """The controller's heartbeat: say what is, learn what is wanted. None when Redis can't be asked."""

@@ -30,6 +30,19 @@ async def test_a_size_set_by_others_is_what_the_controller_learns(box: RedisBox)
     await router.close()
 
 
+async def test_the_status_wants_a_size_from_the_moment_it_was_set(box: RedisBox) -> None:
+    """Else `status --wait` right after a change would look at the old size and end at once."""
+    controller, router = PoolStore(box.url, "now"), PoolStore(box.url, "now")
+    await controller.announce(SIZES, {role: {"desired": size, "starting": 0} for role, size in SIZES.items()})
+    await router.set_desired({"decode": 5})
+    assert await router.get_status() == {
+        "prefill": {"desired": 1, "starting": 0},
+        "decode": {"desired": 5, "starting": 0},
+    }
+    await controller.close()
+    await router.close()
+
+
 async def test_sizes_cannot_be_set_where_no_controller_runs(box: RedisBox) -> None:
     store = PoolStore(box.url, "none")
     with pytest.raises(InvalidRequest, match="no pool controller"):
