@@ -18,25 +18,40 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError, RedisError
 
+from common.values.errors import PdserveError
+
 # What a call may raise when Redis is away, slow or refuses: an event for us, never a bug.
 REDIS_ERRORS = (RedisError, OSError, TimeoutError)
 
 ResultT = TypeVar("ResultT")
 
 
+class InvalidRedisUrl(PdserveError):
+    """Not repeated: it may hold a password."""
+
+    def __init__(self) -> None:
+        super().__init__("the Redis URL (--redis-url) is none: expected redis://HOST:PORT/0, rediss:// or unix://PATH")
+
+
 def connect(redis_url: str, timeout_s: float, max_connections: int = 8) -> Redis:
-    """A client that connects on first use. The default client retries for seconds; this one never does."""
-    url, credentials = split_credentials(redis_url)
-    pool = BlockingConnectionPool.from_url(
-        url,
-        **({} if credentials is None else {"credential_provider": credentials}),
-        max_connections=max_connections,
-        timeout=timeout_s,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,
-    )
+    """A client that connects on first use. The default client retries for seconds; this one never does.
+
+    Raises InvalidRedisUrl.
+    """
+    try:
+        url, credentials = split_credentials(redis_url)
+        pool = BlockingConnectionPool.from_url(
+            url,
+            **({} if credentials is None else {"credential_provider": credentials}),
+            max_connections=max_connections,
+            timeout=timeout_s,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+    except ValueError as error:
+        raise InvalidRedisUrl from error
     return _Redis(connection_pool=pool)
 
 

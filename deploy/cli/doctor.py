@@ -161,6 +161,7 @@ def _certificates(whose: str, paths: list[tuple[str, str, str]]) -> Finding:
 
 
 def _given_redis(url: str, namespace: str) -> Finding:
+    from common.cluster.redis import InvalidRedisUrl
     from common.cluster.redis_check import RedisAway, RedisClusterUnsupported, examine
     from deploy.config.settings import redact_url
 
@@ -168,7 +169,7 @@ def _given_redis(url: str, namespace: str) -> Finding:
     fix = "start it, or correct redis_url (pdserve config show says where it comes from)"
     try:
         finding = asyncio.run(examine(url, namespace))
-    except (RedisAway, RedisClusterUnsupported) as error:
+    except (RedisAway, RedisClusterUnsupported, InvalidRedisUrl) as error:
         return Finding("redis", "failed", f"{shown}: {error}", fix)
     if finding.warnings:
         return Finding("redis", "warning", f"{shown}: {'; '.join(finding.warnings)}", "requests then go by load alone")

@@ -48,8 +48,9 @@ def test_a_taken_port_is_named_with_its_flag() -> None:
     assert doctor.grpc_port(with_ports(0, 0)).status == "ok"
 
 
-def test_a_redis_that_does_not_answer_fails_without_its_password() -> None:
-    finding = doctor.redis(CONFIG.model_copy(update={"redis_url": "redis://:hunter2@127.0.0.1:9/0"}))
+@pytest.mark.parametrize("scheme", ["redis", "http"])
+def test_a_redis_that_does_not_answer_fails_without_its_password(scheme: str) -> None:
+    finding = doctor.redis(CONFIG.model_copy(update={"redis_url": f"{scheme}://:hunter2@127.0.0.1:9/0"}))
     assert (finding.status, "hunter2" in str(finding)) == ("failed", False)
     assert "redis_url" in finding.fix
 
