@@ -110,7 +110,7 @@ def test_a_url_that_does_not_answer_is_named_and_nothing_is_said_to_be_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listening: bool
 ) -> None:
     """Whether it accepts connections and says nothing, or refuses them."""
-    monkeypatch.setattr(redis_server, "START_LIMIT_S", 0.1)
+    monkeypatch.setattr(redis_server, "ANSWER_LIMIT_S", 0.1)
     monkeypatch.setattr("common.cluster.redis_check.TIMEOUT_S", 0.1)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
