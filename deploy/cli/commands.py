@@ -22,6 +22,7 @@ def run_up(config: ClusterConfig, *, as_json: bool) -> int:
     from deploy.local.cluster import LocalCluster, run_local
 
     check_router(config)
+    _check_keys(config)
     for role in ("prefill", "decode"):
         check_worker(config, role)
     config = with_model(config)
@@ -43,6 +44,17 @@ def run_up(config: ClusterConfig, *, as_json: bool) -> int:
         return 0
 
     return run_local(config, progress, serve)
+
+
+def _check_keys(config: ClusterConfig) -> None:
+    """Raise InvalidKeyFile before anything is started: the router would, after Ray and the workers began."""
+    from router.tenants.key_file import parse_key_file
+    from router.tenants.key_watch import WatchedFile, admin_key_of
+
+    if config.router.api_keys_file:
+        WatchedFile(config.router.api_keys_file, parse_key_file, lambda tenants: None).read()
+    if config.router.admin_key_file:
+        WatchedFile(config.router.admin_key_file, admin_key_of, lambda key: None).read()
 
 
 def with_model(config: ClusterConfig) -> ClusterConfig:

@@ -72,6 +72,8 @@ def test_commands_are_listed() -> None:
         (["up", "--config", "/nonexistent.yaml"], 2, "/nonexistent.yaml: No such file"),
         (["router", "--model", "/nonexistent"], 2, "redis_url is not set"),
         (["up", "--model", "/nonexistent"], 1, "no model at /nonexistent"),
+        (["up", "--redis-url", "http://:secret@127.0.0.1:9"], 1, "expected redis://HOST:PORT/0, rediss:// or unix"),
+        (["up", "--redis-url", "redis://127.0.0.1:x"], 1, "expected redis://HOST:PORT/0, rediss:// or unix"),
         (["status", "--url", "http://127.0.0.1:9"], 1, "is pdserve up running"),
         (["generate", "hi", "--server", "127.0.0.1:9"], 1, "is pdserve up running"),
         (["explain"], 2, "give the id of a request, or --last"),
@@ -147,6 +149,12 @@ def test_a_misspelt_variable_is_refused_by_every_command(command: str) -> None:
 @pytest.mark.parametrize(("module", "name"), _CODES)
 def test_every_explained_error_is_where_it_is_looked_for(module: str, name: str) -> None:
     assert issubclass(getattr(importlib.import_module(module), name), Exception)
+
+
+@pytest.mark.parametrize("name", ["API_KEYS_FILE", "ADMIN_KEY_FILE"])
+def test_a_file_of_keys_that_is_away_is_named_before_anything_is_started(name: str) -> None:
+    result = run("up", env={f"PDSERVE_ROUTER_{name}": "/nonexistent/keys"})
+    assert (result.returncode, result.stderr) == (2, "pdserve: /nonexistent/keys: No such file or directory\n")
 
 
 @pytest.mark.parametrize("command", ["up", "fetch-model"])
