@@ -97,7 +97,7 @@ def show_status(url: str, *, as_json: bool, wait_s: float | None = None) -> int:
         pools = state.get("pools") or {}
         print(show.pools_line(state["workers"], pools))
         print("\n".join(show.workers_table(state["workers"])))
-        print("\n".join([*show.loading_lines(state["loading"]), *show.controller_lines(pools)]))
+        print("\n".join([*show.loading_lines(state["loading"], state["workers"]), *show.controller_lines(pools)]))
         print("\n".join(show.routers_table(state["routers"])))
         for reason in readiness.get("reasons", []):
             print(f"not ready: {reason}")

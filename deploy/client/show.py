@@ -64,9 +64,14 @@ def routers_table(routers: Sequence[Mapping[str, Any]]) -> list[str]:
     return table([header, *rows])
 
 
-def loading_lines(loading: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line per worker that is not ready yet: what it does, and how far it is."""
-    return [f"{worker['worker_id']}: {loading_text(worker)}, for {worker['elapsed_s']:.0f} s" for worker in loading]
+def loading_lines(loading: Sequence[Mapping[str, Any]], workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line per worker that is not ready yet: what it does, and how far it is. Its last report may outlive that."""
+    ready = {worker["worker_id"] for worker in workers if worker["state"] == "ready"}
+    return [
+        f"{worker['worker_id']}: {loading_text(worker)}, for {worker['elapsed_s']:.0f} s"
+        for worker in loading
+        if worker["worker_id"] not in ready
+    ]
 
 
 def loading_text(worker: Mapping[str, Any]) -> str:

@@ -35,6 +35,12 @@ def test_a_pool_without_workers_shows_the_header_alone() -> None:
     assert len(show.workers_table([])) == 1
 
 
+def test_a_worker_that_is_ready_is_not_loading_any_more_whatever_it_last_said() -> None:
+    report = {"worker_id": "decode-0", "role": "decode", "phase": "self-test", "share": 0.0, "elapsed_s": 2.4}
+    assert show.loading_lines([report], [worker("decode-0", "decode", "draining")]) == ["decode-0: self-test, for 2 s"]
+    assert show.loading_lines([report], [worker("decode-0", "decode")]) == []
+
+
 def test_pools_are_counted_by_state() -> None:
     workers = [worker("a", "prefill"), worker("b", "prefill", "draining"), worker("c", "prefill")]
     assert show.pools_line(workers, {}) == "prefill: 2 ready, 1 draining; decode: none"
