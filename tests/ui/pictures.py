@@ -23,7 +23,7 @@ from deploy.load.plan import Shape, synthetic
 from deploy.load.prompts import WORDS, Prompts
 from deploy.load.run import Run
 from tests.cluster.cluster import Cluster, running_cluster
-from tests.cluster.test_routers import following_ports
+from tests.ports import free_port
 from tests.ui.browser import Browser, browser
 
 LONG_ID = "long-prompt"
@@ -95,7 +95,7 @@ def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     options = ("--routers", "2", "--local-prefill-max-tokens", "0")
     model = fetch_demo_model(print)
-    with running_cluster(model, *options, prefill=2, decode=2, ports=following_ports()) as cluster:
+    with running_cluster(model, *options, prefill=2, decode=2, ports=(free_port(1), free_port(1))) as cluster:
         name = cluster.get("/v1/models")["data"][0]["id"]
         record = ask_long(cluster, name)
         loading = threading.Thread(target=lambda: asyncio.run(load(cluster, 40, 1.5)))
