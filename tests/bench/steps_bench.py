@@ -17,6 +17,7 @@ import torch
 from common.checkpoint import open_checkpoint
 from common.checkpoint.demo_model import fetch_demo_model
 from common.engine.contract.executor import StepFinished
+from common.engine.devices.cpu.device import cpu_dtype
 from common.engine.executor import runner as runner_module
 from common.engine.kv.block_pool import BlockPool
 from common.engine.model.decoder import Decoder
@@ -42,7 +43,7 @@ class _Timed(defaultdict[str, list[float]]):
 
 
 def run() -> list[dict[str, Any]]:
-    runner = load_runner(open_checkpoint(fetch_demo_model(print)), torch.bfloat16)
+    runner = load_runner(open_checkpoint(fetch_demo_model(print)), cpu_dtype("auto"))
     rows = []
     for num_threads, clock in ((1, time.process_time), (2, time.perf_counter)):
         torch.set_num_threads(num_threads)

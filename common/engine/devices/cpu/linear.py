@@ -23,7 +23,7 @@ def cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, products: Native
         return Linear(num_in, num_out, product, product)
     if products is not None and products.is_quantized:
         raise CheckpointError(f"a weight of {num_in} {weight.dtype} inputs cannot have {products.bits} bits")
-    if _can_pack():
+    if _can_pack(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_FOR_NUM_ROWS)
         return Linear(num_in, num_out, lambda x: _apply_packed(x, packed, bias))
     return Linear(num_in, num_out, lambda x: F.linear(x, weight, bias))
@@ -34,11 +34,14 @@ def _apply_packed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return result
 
 
-def _can_pack() -> bool:
-    """The operators are private to torch: use them only where they are there and give the right product."""
+def _can_pack(dtype: torch.dtype) -> bool:
+    """The operators are private to torch: use them only where they are there and give the right product.
+
+    For bfloat16 and float16 that depends on the processor: without AVX-512 or avx_ne_convert torch refuses them.
+    """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    x, weight = torch.eye(4), torch.arange(16.0).view(4, 4)
+    x, weight = torch.eye(4, dtype=dtype), torch.arange(16.0, dtype=dtype).view(4, 4)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_FOR_NUM_ROWS)
         return torch.equal(_apply_packed(x, packed, None), weight.T)
