@@ -68,7 +68,7 @@ async def _measure(address: str) -> dict[int, list[tuple[generation_pb2.RequestT
 async def _request(
     stub: generation_pb2_grpc.GenerationServiceStub, num_tokens: int, seed: int
 ) -> tuple[generation_pb2.RequestTimings, float]:
-    """Of one request whose prompt nobody has cached: its timings, and how much longer than the later gaps between
+    """Of one request whose prompt is not cached: its timings, and how much longer than the later gaps between
     tokens the first one is. The first token comes from the prefill worker, the second from the decode worker's first
     step, so this is what the handoff costs a client.
     """

@@ -1,8 +1,8 @@
 """The handoff's link beside raw gloo: two processes, one at each end, the same bytes by turns.
 
 A round is NUM_LAYERS messages in flight at once, timed at the receiver from its first posted receive until all are
-there. "raw" waits for gloo's own operations on the same group; the others go through our threads, which
-encrypt and decrypt every message with that kind of encryption. As a module this is the sending end.
+there. "raw" waits for gloo's own operations on the same group; the others go through our threads and the handoff's
+codec, which encrypts and decrypts every message in that way; no rows are gathered. As a module this is the sending end.
 """
 
 import itertools
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from common.values.ids import AttemptId, RequestId, TransferId
-from kvtransfer.chunk import payload
 from kvtransfer.chunk.aead import KEY_BYTES, Aead, AeadKind
+from kvtransfer.chunk.codec import ChunkCodec
 from kvtransfer.events import Chunk
 from kvtransfer.links.build import build_link
 from kvtransfer.links.gloo import RECEIVER_END, SENDER_END
@@ -30,9 +30,10 @@ from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, new_prefix, plan
 _KEY = bytes(range(KEY_BYTES))
 NUM_LAYERS, LAYER_BYTES = 30, 393_216  # 512 tokens of the demo model in bfloat16
 RAW = "raw"
-CIPHERS = {str(kind): Aead(kind, _KEY) for kind in AeadKind}
+KINDS = tuple(map(str, AeadKind))
 NUM_ROUNDS, WARM_UP = 60, 5
 _TRANSFER = TransferId(AttemptId(RequestId("bench"), 0), 0)
+_ROOM = 64  # behind a message, for what tells a longer one
 _CHUNKS = [Chunk(seq, seq, seq + 1, 0, 512, LAYER_BYTES) for seq in range(NUM_LAYERS)]
 
 
@@ -51,7 +52,7 @@ def run() -> list[dict[str, Any]]:
         link.join(TIMEOUT_S)
         store.close()
     name = f"link, {NUM_LAYERS} x {LAYER_BYTES} bytes in flight, encryption"
-    return [_row(f"{name} {kind}", rates[kind], rates[RAW]) for kind in CIPHERS]
+    return [_row(f"{name} {kind}", rates[kind], rates[RAW]) for kind in KINDS]
 
 
 def _row(metric: str, ours: float, raw: float) -> dict[str, Any]:
@@ -74,8 +75,8 @@ def _start_sender(port: int, prefix: str) -> subprocess.Popen[str]:
 def _measure(link: ProcessGroupLink, child: subprocess.Popen[str]) -> dict[str, float]:
     """GB/s of each kind, the median of its rounds."""
     buffers = _buffers()
-    times: dict[str, list[float]] = {kind: [] for kind in (RAW, *CIPHERS)}
-    for number, kind in itertools.product(range(NUM_ROUNDS + WARM_UP), (RAW, *CIPHERS)):
+    times: dict[str, list[float]] = {kind: [] for kind in (RAW, *KINDS)}
+    for number, kind in itertools.product(range(NUM_ROUNDS + WARM_UP), (RAW, *KINDS)):
         assert child.stdin is not None
         child.stdin.write(f"{kind}\n")
         child.stdin.flush()
@@ -88,17 +89,33 @@ def _measure(link: ProcessGroupLink, child: subprocess.Popen[str]) -> dict[str, 
 
 def _receive_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor]) -> None:
     if kind == RAW:
-        _wait_for_all([link._group.recv([buffer], SENDER_END, 0) for buffer in buffers])
+        _wait_for_all([link._group.recv([buffer[:LAYER_BYTES]], SENDER_END, 0) for buffer in buffers])
         return
+    codec = _codec(kind)
     arrivals = _Countdown()
     for chunk, buffer in zip(_CHUNKS, buffers, strict=True):
-        link.receive(buffer, partial(_open, arrivals, CIPHERS[kind], chunk, buffer))
+        codec.prepare(chunk, buffer)
+        link.receive(buffer[:LAYER_BYTES], partial(_open, arrivals, codec, chunk, buffer))
     arrivals.wait()
 
 
-def _open(arrivals: "_Countdown", aead: Aead, chunk: Chunk, buffer: torch.Tensor, error: Exception | None) -> None:
+def _open(
+    arrivals: "_Countdown", codec: ChunkCodec, chunk: Chunk, buffer: torch.Tensor, error: Exception | None
+) -> None:
     """In the link's thread, as in the handoff."""
-    arrivals.count(error or payload.decrypt(buffer.numpy().data, _TRANSFER, chunk, aead))
+    arrivals.count(error or codec.decrypt(_TRANSFER, chunk, buffer))
+
+
+def _codec(kind: str) -> ChunkCodec:
+    return ChunkCodec(_NoRows(), Aead(AeadKind(kind), _KEY))
+
+
+class _NoRows:
+    """A `KVPacker` that leaves the buffer as it is."""
+
+    def gather(self, chunk: Chunk, block_table: tuple[int, ...], out: torch.Tensor) -> None: ...
+
+    def scatter(self, chunk: Chunk, block_table: tuple[int, ...], data: torch.Tensor) -> None: ...
 
 
 class _Countdown:
@@ -126,17 +143,18 @@ def _wait_for_all(works: list[Any]) -> None:
 
 
 def _buffers() -> list[torch.Tensor]:
-    return [torch.ones(LAYER_BYTES, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
+    return [torch.ones(LAYER_BYTES + _ROOM, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
 
 
 def _send_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor]) -> None:
     if kind == RAW:
-        _wait_for_all([link._group.send([buffer], RECEIVER_END, 0) for buffer in buffers])
+        _wait_for_all([link._group.send([buffer[:LAYER_BYTES]], RECEIVER_END, 0) for buffer in buffers])
         return
+    codec = _codec(kind)
     sent = _Countdown()
     for chunk, buffer in zip(_CHUNKS, buffers, strict=True):
-        payload.encrypt(buffer.numpy().data, _TRANSFER, chunk, CIPHERS[kind])
-        link.send(buffer, sent.count)
+        codec.pack(_TRANSFER, chunk, (), buffer)
+        link.send(buffer[:LAYER_BYTES], sent.count)
     sent.wait()
 
 

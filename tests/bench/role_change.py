@@ -50,7 +50,7 @@ class Load:
     async def run(self, client: httpx.AsyncClient, seed: int) -> None:
         rng = random.Random(seed)
         while True:
-            body = {"model": self.model, "prompt": rng.choices(range(100, 40_000), k=PROMPT_TOKENS)}
+            body: dict[str, Any] = {"model": self.model, "prompt": rng.choices(range(100, 40_000), k=PROMPT_TOKENS)}
             body |= {"max_tokens": OUTPUT_TOKENS, "stream": True, "ignore_eos": True, "temperature": 0}
             try:
                 await self._ask(client, body)
@@ -102,7 +102,7 @@ async def measure(cluster: Cluster, model: str, num_rounds: int) -> tuple[dict[s
 
 
 async def _first_work_s(cluster: Cluster, load: Load, sizes: tuple[int, int], role: str) -> float:
-    """From asking to the first token of whoever was not in the pool before."""
+    """From asking to the first token of the worker that was not in the pool before."""
     before = {worker["worker_id"] for worker in await asyncio.to_thread(cluster.workers, role)}
     asked_s = time.monotonic()
     await _set_sizes(cluster, *sizes)

@@ -1,6 +1,7 @@
 """What the bench says of what it measured."""
 
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_a_peer_that_fails_costs_its_own_figures_and_is_named() -> None:
 
 
 def test_a_peer_that_fails_in_a_later_round_is_left_out_of_all() -> None:
-    calls = iter([{"decode 1": 5.0}, RuntimeError("gone")])
+    calls: Iterator[Any] = iter([{"decode 1": 5.0}, RuntimeError("gone")])
 
     def flickers() -> dict[str, float]:
         value = next(calls)

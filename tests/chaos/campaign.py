@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def summary(name: str, findings: Findings) -> str:
     return "\n  ".join([*lines, *findings["problems"]])
 
 
-Campaign = Callable[[Rig, Path, Plan], Awaitable[Findings]]
+Campaign = Callable[[Rig, Path, Plan], Coroutine[Any, Any, Findings]]
 CAMPAIGNS: dict[str, Campaign] = {"kills": kills, "cancels": cancels, "roll": roll}
 COUNTS = {"kills": 40, "cancels": 10_000, "roll": 500}
 

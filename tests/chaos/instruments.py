@@ -18,7 +18,7 @@ INSIDE = Path(__file__).with_name("inside")
 
 
 class PlantFailed(AssertionError):
-    """The process did not do as it was told; the message is its error."""
+    """The process did not do what was asked; the message is its error."""
 
 
 class Instruments:
@@ -29,7 +29,7 @@ class Instruments:
         self.clock: Path | None = None
         if compiler := shutil.which("cc"):
             self.clock = folder / "clock.so"
-            command = [compiler, "-shared", "-fPIC", "-O1", "-o", self.clock, INSIDE / "clock.c", "-ldl"]
+            command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(self.clock), str(INSIDE / "clock.c"), "-ldl"]
             subprocess.run(command, check=True)
 
     @contextmanager

@@ -203,7 +203,7 @@ class Rig:
 
     @contextmanager
     def frozen(self, pid: int) -> Iterator[None]:
-        """SIGSTOP until the block is left; whoever ended meanwhile stays ended."""
+        """SIGSTOP until the block is left; a process that ended meanwhile stays ended."""
         process = psutil.Process(pid)
         process.suspend()
         self.stopped.add(pid)
@@ -236,7 +236,7 @@ class Rig:
 
 
 def is_gone(process: psutil.Process) -> bool:
-    """Ended, or a zombie whom nobody has waited for yet."""
+    """Ended, or a zombie that was not waited for yet."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -253,7 +253,7 @@ def running_rig(model: Path, shape: Shape) -> Iterator[Rig]:
     with ExitStack() as stack:
         inside = stack.enter_context(instruments()) if shape.is_instrumented else None
         with inside.in_environment() if inside is not None else nullcontext():
-            pools = {"prefill": shape.prefill, "decode": shape.decode}
+            pools: dict[str, Any] = {"prefill": shape.prefill, "decode": shape.decode}
             cluster = stack.enter_context(running_cluster(model, *shape.options, **pools, config=shape.merged()))
         yield Rig(cluster, shape, model, inside)
 

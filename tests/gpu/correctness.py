@@ -74,7 +74,8 @@ def replay_decode_graph() -> None:
     captured.batch.seq_lens.copy_(other.batch.seq_lens)
     captured.batch.block_tables.zero_()
     captured.batch.block_tables[:, : other.batch.block_tables.shape[1]].copy_(other.batch.block_tables)
-    captured.kv[:, : other.kv.shape[1]].copy_(other.kv)
+    for plane, values in zip(captured.kv, other.kv, strict=True):
+        plane[: len(values)].copy_(values)
     graph.replay()
     torch.testing.assert_close(out, decode_attention(other.q, other.kv, other.batch, other.scale), rtol=0, atol=0)
 
@@ -92,15 +93,15 @@ def use_last_block_of_large_pool() -> None:
 def use_last_block(num_blocks: int, device: str) -> None:
     """Write a sequence to the last block of a pool and attend to it there; no other block changes."""
     block_size, num_kv_heads, head_dim = 16, 8, 128
-    kv = torch.zeros((2, num_blocks, block_size, num_kv_heads, head_dim), dtype=torch.bfloat16, device=device)
+    kv = torch.zeros((2, num_blocks, block_size, num_kv_heads, head_dim), dtype=torch.bfloat16, device=device).unbind()
     batch = _one_block(num_blocks - 1, block_size, device)
     k, v = (torch.rand(block_size, num_kv_heads, head_dim, device=device).bfloat16() for _ in range(2))
     q = torch.rand(block_size, 2 * num_kv_heads, head_dim, device=device).bfloat16()
     no_rotation = torch.cat((torch.ones(16, 64), torch.zeros(16, 64)), dim=1).to(device)
     rope_and_write(q, k, v, no_rotation, batch.positions, kv, batch.slot_mapping)
-    assert torch.equal(kv[0, -1], k)
-    assert torch.equal(kv[1, -1], v)
-    assert not kv[:, :-1].any()
+    for plane, values in zip(kv, (k, v), strict=True):
+        assert torch.equal(plane[-1], values)
+        assert not plane[:-1].any()
     # q = 0 weighs all keys the same: the mean of the values so far
     out = prefill_attention(torch.zeros_like(q), kv, batch, 1.0)
     expected = v.float().cumsum(0) / torch.arange(1, 17, device=device)[:, None, None]

@@ -139,7 +139,7 @@ def prefill_work(heads: tuple[int, int, int], num_seqs: int, prefix: int, new: i
     """Torch's SDPA reads contiguous keys, without a prefix: the easier task."""
     num_heads, num_kv_heads, head_dim = heads
     batch = paged_batch(num_seqs, prefix, new, device)
-    kv = _random(2, batch.block_tables.numel(), BLOCK_SIZE, num_kv_heads, head_dim, device=device)
+    kv = _random(2, batch.block_tables.numel(), BLOCK_SIZE, num_kv_heads, head_dim, device=device).unbind()
     q = _random(num_seqs * new, num_heads, head_dim, device=device)
     query = q.view(num_seqs, new, num_heads, head_dim).transpose(1, 2).contiguous()
     key, value = (_random(num_seqs, num_kv_heads, new, head_dim, device=device) for _ in range(2))

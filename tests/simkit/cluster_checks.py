@@ -1,7 +1,7 @@
 """What must hold in every state of a `ClusterWorld`, and in those in which nothing but faults can happen."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.values.messages import Role
 from tests.simkit.layered_engine import NUM_LAYERS
@@ -66,7 +66,7 @@ def _account(world: "ClusterWorld") -> tuple[object, ...]:
 
 def identity_facts(world: "ClusterWorld") -> object:
     """Whether a write came by the link that a peer has now, and is of the expectation that stands now."""
-    receivers = [p.core.role.transfers for p in world.processes.values() if p.role is Role.DECODE]
+    receivers: list[Any] = [p.core.role.transfers for p in world.processes.values() if p.role is Role.DECODE]
     return [
         (receiver._peers.get(write.peer.ref) is write.peer, receiver._attempts.get(key) is write.attempt)
         for receiver in receivers

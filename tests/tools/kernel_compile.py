@@ -102,7 +102,7 @@ def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [_CUOBJDUMP, "-res-usage", file.name]
+        command = [str(_CUOBJDUMP), "-res-usage", file.name]
         result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", result.stdout))
     return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])

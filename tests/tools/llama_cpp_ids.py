@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests.common.checkpoint.gguf_vocabularies import IDS_FILE, VOCABULARIES, digest_of
 from tests.texts import CORPUS
@@ -18,7 +19,7 @@ from tests.tiny_vocabularies import write_vocabulary
 class _Parameters(ctypes.Structure):
     """llama_model_params (include/llama.h)."""
 
-    _fields_ = (
+    _fields_: Any = (
         *[("devices", ctypes.c_void_p), ("overrides", ctypes.c_void_p), ("gpu_layers", ctypes.c_int32)],
         *[("split_mode", ctypes.c_int), ("load_mode", ctypes.c_int), ("lazy_mode", ctypes.c_int)],
         *[("main_gpu", ctypes.c_int32), ("tensor_split", ctypes.c_void_p), ("progress", ctypes.c_void_p)],
@@ -31,7 +32,8 @@ class LlamaCpp:
     """The vocabulary of a GGUF file as llama.cpp reads it."""
 
     def __init__(self, library: Path, file: Path) -> None:
-        lib = self._lib = ctypes.CDLL(str(library))
+        lib: Any = ctypes.CDLL(str(library))
+        self._lib = lib
         lib.llama_model_default_params.restype = _Parameters
         lib.llama_model_load_from_file.argtypes = [ctypes.c_char_p, _Parameters]
         lib.llama_model_load_from_file.restype = ctypes.c_void_p

@@ -43,8 +43,9 @@ def break_layer(at_call: int) -> None:
 
 def spoil_row(at_least: int) -> None:
     """Once, in a step that samples for so many rows: the first of them is not finite."""
-    from common.engine.executor import runner
+    from common.engine.executor import runner as imported
 
+    runner: Any = imported
     real = runner.sample
 
     def sample(logits: Any, specs: Any, *arguments: Any) -> Any:
