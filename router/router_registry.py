@@ -75,7 +75,7 @@ def own_report(
 
 
 def _address_towards(redis_url: str) -> str:
-    """Of this host, for whoever shares the Redis. Sends nothing: connecting a datagram socket only picks a route."""
+    """Of this host, for others that share the Redis. Sends nothing: connecting a datagram socket only picks a route."""
     parts = urlsplit(redis_url)
     try:
         family, kind, _, _, address = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]

@@ -4,14 +4,14 @@ import random
 import socket
 from contextlib import ExitStack
 
-# Below those that the kernel gives to whoever asks for any (from 32768 on): while a server starts, nobody is given its
+# Below those that the kernel gives when any is asked for (from 32768 on): while a server starts, no other gets its
 # port. Above those that Ray's processes are given (to 19999).
 _FIRST, _LAST = 20_000, 32_000
 _given: set[int] = set()
 
 
 def free_port(num_following: int = 0) -> int:
-    """A port on loopback that nobody uses, nor so many after it, and that was not given before."""
+    """A port on loopback that is free, as are so many after it, and that was not given before."""
     while True:
         first = random.randint(_FIRST, _LAST)
         ports = set(range(first, first + num_following + 1))

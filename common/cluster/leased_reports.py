@@ -16,7 +16,7 @@ from common.cluster.scripts import LIVE
 
 TIMEOUT_S = 0.5
 MAX_REPORT_BYTES = 2048
-# The list of names outlives the leases in it: only when nobody is left for long does it go.
+# The list of names outlives the leases in it: only when it stays empty for long does it go.
 _LIST_TTL_LEASES = 20
 
 

@@ -19,7 +19,7 @@ class Registration:
 
 class PrefixIndexReader(Protocol):
     def known_prefix(self, hashes: Sequence[BlockHash], workers: Sequence[WorkerRef]) -> dict[WorkerRef, int] | None:
-        """The answer of `longest_prefix` where nobody has to be asked for it, else None."""
+        """The answer of `longest_prefix` where it is known without asking Redis, else None."""
         ...
 
     async def longest_prefix(self, hashes: Sequence[BlockHash], workers: Sequence[WorkerRef]) -> dict[WorkerRef, int]:

@@ -59,7 +59,7 @@ async def to_its_end(call: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Await a call of redis-py. A cancellation ends it and always reaches the caller.
 
     Inside, Python 3.11's `asyncio.wait_for` may take an answer that comes in the same moment for the end and swallow
-    the cancellation: whoever cancelled a loop, and waits for its end, would then wait for ever.
+    the cancellation: a caller that cancelled a loop, and waits for its end, would then wait for ever.
     """
     task = asyncio.ensure_future(call)
     try:
@@ -68,7 +68,7 @@ async def to_its_end(call: Coroutine[Any, Any, ResultT]) -> ResultT:
         task.cancel()
         await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # seen: nobody is left to be told
+            task.exception()  # retrieved, so that asyncio does not log it
         raise
 
 

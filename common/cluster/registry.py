@@ -132,7 +132,7 @@ class Lease:
         self._is_closing.set()
 
     async def deregister(self) -> None:
-        """Give the lease back, so that nobody waits for it to expire. Best effort."""
+        """Give the lease back, so that no replacement waits for it to expire. Best effort."""
         keys, ref = self._keys, self._ref
         try:
             async with asyncio.timeout(TIMEOUT_S):

@@ -60,7 +60,7 @@ class CoreLoop(Generic[EventT, EffectT]):
             self._drain()
 
     def post_threadsafe(self, event: EventT) -> None:
-        """The same from any thread. Silently dropped once the loop is closed: nobody is left to act."""
+        """The same from any thread. Silently dropped once the loop is closed: no handler is left."""
         try:
             self._loop.call_soon_threadsafe(self.post, event)
         except RuntimeError:
@@ -71,7 +71,7 @@ class CoreLoop(Generic[EventT, EffectT]):
         """Something around the core broke in a way that no event tells of: end as after a bug of its own."""
         if not self.failed.done():
             self.failed.set_exception(error)
-            self.failed.exception()  # whoever awaits it hears of it; nobody has to
+            self.failed.exception()  # awaiting it raises; awaiting it is optional
         self._pending.clear()
         self.close()
 

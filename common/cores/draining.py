@@ -19,7 +19,7 @@ class Draining:
         self._deadline_s = earliest(self._deadline_s, deadline_s)
 
     def next_s(self) -> float | None:
-        """When it must be over; None while nobody asked, and after the end."""
+        """When it must be over; None before a drain was asked for, and after its end."""
         return None if self._is_over else self._deadline_s
 
     def is_due(self, now_s: float) -> bool:

@@ -16,7 +16,7 @@ class History:
         self._events: OrderedDict[Hashable, deque[object]] = OrderedDict()
 
     def note(self, key: Hashable, event: object) -> None:
-        """Remember `event`; events are values, so nothing is formatted until a story is told."""
+        """Remember `event`; events are values, so nothing is formatted until the history is printed."""
         events = self._events.get(key)
         if events is None:
             events = self._events[key] = deque(maxlen=MAX_EVENTS_PER_KEY)

@@ -58,7 +58,7 @@ METRICS: tuple[Spec, ...] = (
     Spec("pdserve_prefills", "counter", "Prompts placed, by the role of who computes them", ("worker_role",)),
     Spec("pdserve_prompt_tokens", "counter", "Prompt tokens of finished requests", alias="vllm:prompt_tokens"),
     Spec("pdserve_generation_tokens", "counter", "Tokens delivered", alias="vllm:generation_tokens"),
-    Spec("pdserve_prompt_tokens_cached", "counter", "Prompt tokens that nobody had to compute"),
+    Spec("pdserve_prompt_tokens_cached", "counter", "Prompt tokens that were not computed for the request"),
     Spec(
         "pdserve_time_to_first_token_seconds",
         "histogram",

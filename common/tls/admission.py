@@ -1,4 +1,4 @@
-"""Who may call which method between components: by the role in the caller's certificate. What is not listed, nobody.
+"""Who may call which method between components: by the role in the caller's certificate. What is not listed, no role.
 
 router    streams to workers, and asks for their books
 prefill   streams to decode workers

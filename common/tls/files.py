@@ -77,7 +77,7 @@ class CertificateFiles:
 
     def _refuse_passphrase(self) -> str:
         """OpenSSL would ask for it at the terminal."""
-        raise InvalidCertificate(f"{self.key_file}: the key has a passphrase, and nobody is there to type it")
+        raise InvalidCertificate(f"{self.key_file}: the key has a passphrase, and there is no terminal to type it on")
 
 
 def _read(path: str) -> bytes:

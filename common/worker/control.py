@@ -77,7 +77,7 @@ class WorkerControl:
         change.done.set_result(description)
 
     def report_ended(self) -> None:
-        """Nothing will be served any more: whoever waits for another role hears it."""
+        """Nothing will be served any more: what waits for another role hears it."""
         self._has_ended = True
         if self._change is not None:
             self._change.done.set_exception(RoleChangeFailed("the worker ended before it took the other role"))

@@ -3,7 +3,7 @@
     load -> one role after another -> end
 
 The weights are loaded once. One life of a role: listen, build, self-test by being asked (the router's hello), then the
-lease, so nobody routes to a worker that is not ready; drain, lease given back, streams closed, role closed, server
+lease, so no request goes to a worker that is not ready; drain, lease given back, streams closed, role closed, server
 stopped. Then the process ends, or serves the next role: a new life with an incarnation and a registration of its own
 around the same weights. Whatever a failure leaves open is closed, in that order.
 """
@@ -166,7 +166,7 @@ async def _serve_lives(
 
 
 def _ignore(description: dict[str, Any]) -> None:
-    """Whoever waited for the role has heard of its first life."""
+    """What waited for the role has heard of its first life."""
 
 
 class _End(Enum):

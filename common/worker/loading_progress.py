@@ -1,4 +1,4 @@
-"""Tells how far a worker is with loading: in its log, and in Redis for routers, the page and whoever starts it.
+"""Tells how far a worker is with loading: in its log, and in Redis for routers, the page and its starter.
 
 The registry does not know the worker before it is ready, so this is where it is seen until then.
 """
@@ -50,9 +50,9 @@ class LoadingProgress:
 
 @asynccontextmanager
 async def shown_loading(config: WorkerConfig) -> AsyncIterator[Progress]:
-    """While it is open, the progress that is noted is told; afterwards the worker is not loading any more."""
+    """While it is open, the progress that is noted is reported; afterwards the worker is not loading any more."""
     progress = LoadingProgress(config.worker_id, config.role)
-    if not config.redis_url:  # nobody to tell
+    if not config.redis_url:  # no place to report to
         yield progress.note
         return
     reports = loading_reports(config.redis_url, config.namespace)

@@ -98,7 +98,7 @@ class RouterStreams(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.AuditResponse:
         """Who holds what here, in one moment between two events."""
         if self._audit is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker keeps no books")
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker has no ledger to audit")
             raise AssertionError("abort always raises")
         return AUDIT.encode(self._audit())
 

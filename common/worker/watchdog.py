@@ -1,4 +1,4 @@
-"""When a life of a worker is over although nobody ended it: it stood still, or a step does not end.
+"""When a life of a worker is over although it was not asked to end: it stood still, or a step does not end.
 
 A worker that stood still longer than its lease has been given up by everybody: its requests run elsewhere. It must not
 go on as if nothing had been, so it begins anew, as another incarnation. A step that does not end takes the process

@@ -120,7 +120,7 @@ def _read_ca(directory: Path) -> _Issuer:
 
 
 def _publish(path: Path, content: bytes, mode: int) -> None:
-    """At once, so that a reader sees all of the old or all of the new; nobody can read it before `mode` says so."""
+    """At once, so that a reader sees all of the old or all of the new; it is readable only once it has `mode`."""
     draft = path.with_name(f".{path.name}.new")
     draft.unlink(missing_ok=True)
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode & 0o600), "wb") as file:

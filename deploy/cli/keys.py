@@ -23,7 +23,7 @@ _SECRET_BYTES = 32
 
 
 def new_key() -> str:
-    """A key that nobody has seen before."""
+    """A new random key."""
     return KEY_PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
 
 

@@ -24,7 +24,7 @@ def check_worker(config: ClusterConfig, role: str) -> None:
     settings = config.prefill_worker if role == "prefill" else config.decode_worker
     if is_wildcard(settings.host):
         raise InvalidSettings(
-            f"{role}_worker.host is {settings.host}: others are told this address and cannot connect to it. Give the "
+            f"{role}_worker.host is {settings.host}: others get this address and cannot connect to it. Give the "
             "address of this machine that routers and workers reach"
         )
     check_worker_host(settings.host, config.tls, insecure=config.insecure, name=f"{role}_worker.host")
@@ -36,7 +36,7 @@ def check_worker_host(host: str, tls: TlsSettings, *, insecure: bool, name: str 
 
 
 def is_loopback(host: str) -> bool:
-    """True when nobody outside of this machine reaches it. A name may resolve to anything, but for localhost."""
+    """True when it is not reached from outside of this machine. A name may resolve to anything, but for localhost."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

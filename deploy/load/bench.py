@@ -128,7 +128,7 @@ def _finish(options: BenchOptions, run: Run, about: Mapping[str, object]) -> int
 
 
 def _about(options: BenchOptions, target: Target, plan: list[PlannedRequest]) -> dict[str, object]:
-    """What was run, for whoever finds the result file later; no key."""
+    """What was run, for readers of the result file; no key."""
     rate = options.rate_per_s
     return {
         "date": datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds"),

@@ -17,7 +17,7 @@ _MAX_ROWS = 4096
 
 
 class Prompts:
-    """Equal pieces give equal tokens, whoever asks, in any order; the seed decides all of them."""
+    """Equal pieces give equal tokens, in any order; the seed decides all of them."""
 
     def __init__(self, vocabulary: Sequence[int], seed: int) -> None:
         assert vocabulary, "a vocabulary has tokens"

@@ -57,7 +57,7 @@ def existing_ray(address: str) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray ends the process when nobody listens."""
+    """Ray ends the process when no handler listens."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         return  # "auto", or what Ray explains itself

@@ -215,7 +215,7 @@ def _identity(reference: Any) -> tuple[Role, str] | None:
 
     try:
         identity = ray.get(reference)
-    except Exception:  # Ray's own; what becomes of the actor is told when it is asked to start
+    except Exception:  # Ray's own; the actor's fate is reported when it is asked to start
         return None
     return Role(identity["role"]), identity["worker_id"]
 

@@ -37,7 +37,7 @@ from deploy.scaling.pools import (
 )
 
 ANNOUNCE_INTERVAL_S = 0.5
-# One look at whether a worker has ended; its end is told at once in any case.
+# One look at whether a worker has ended; its end is reported at once in any case.
 WAIT_S = 5.0
 # A look that takes so much longer: the worker is frozen, though Ray sees a process. It is ended and replaced.
 SILENCE_S = 20.0
@@ -150,7 +150,7 @@ class RayPools:
             self._requested = needed
 
     async def _request_nodes(self, needed: dict[str, int]) -> bool:
-        """Whether Ray has heard of it. If not it is asked again, and the trouble told when it is a new one."""
+        """Whether Ray has heard of it. If not it is asked again, and the trouble logged when it is a new one."""
         try:
             await asyncio.to_thread(self._placement.request_nodes, needed)
         except Exception as error:  # Ray's own and gRPC's; actors that wait for a node are a request, too
@@ -223,7 +223,7 @@ class RayPools:
         return "has drained and ended, as it was asked; its pool replaces it" if is_wanted else "ended"
 
     async def _change(self, life: _Life, change: ChangeRole) -> None:
-        """A change of role, to its end, unless the process ends before: that is told by `_follow`."""
+        """A change of role, to its end, unless the process ends before: `_follow` reports that."""
         self._report(change.from_worker_id, f"changing to {change.role.value}, as {change.worker_id}")
         started_s = time.monotonic()
         config = self._placement.worker_config(change.role, change.worker_id)

@@ -1,4 +1,4 @@
-"""The Ray actor that holds a worker. It imports the worker's own class inside the actor, so that whoever places
+"""The Ray actor that holds a worker. It imports the worker's own class inside the actor, so that the code that places
 actors never loads torch. No decisions here.
 """
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 from common.telemetry.logs import configure_logs, get_logger
 
-# As long as pools.drain_grace_s is by default; the actor is not told what that is.
+# As long as pools.drain_grace_s is by default; the actor does not get that setting.
 SIGTERM_GRACE_S = 30.0
 WORKER_CLASS = "deploy.worker.roles:WorkerOfAnyRole"
 
@@ -76,7 +76,7 @@ class WorkerActor:
     def wait(self, limit_s: float) -> bool:
         """True when the worker has ended after a drain, False when `limit_s` is over; raises what ended it otherwise.
 
-        Limited, since nobody ends the call of a controller that is gone.
+        Limited, since the call of a controller that is gone would never end.
         """
         return self._worker.wait(limit_s)
 
@@ -87,7 +87,7 @@ class WorkerActor:
         self._worker.stop()
 
     def _on_sigterm(self, number: int, frame: object) -> None:
-        """Whoever sends it wants the worker gone, not its requests lost."""
+        """The sender wants the worker gone, not its requests lost."""
         get_logger().info("worker_drains_on_signal", **self._identity)
         self._worker.drain(SIGTERM_GRACE_S)
 

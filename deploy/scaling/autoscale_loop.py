@@ -1,6 +1,6 @@
 """Feeds the autoscaler what the routers see, and writes the sizes that it decides where the pool controller reads them.
 
-Any router knows the workers, whoever gave them their work, and what the other routers have queued: the first that
+Any router knows the workers, their work from every router, and what the other routers have queued: the first that
 answers is asked. No router, no Redis or a state that makes no sense mean that nothing is known: sizes stay as they
 are. No decisions here.
 """

@@ -34,8 +34,8 @@ def within_total(
 ) -> dict[Role, Decision]:
     """The decisions for pools of `total_min` to `total_max` workers together; 0 = no limit.
 
-    Shrinking comes first: what leaves one pool is room for the other. The room goes to whoever lacks most; a pool that
-    does not grow gives what it can spare to one that must.
+    Shrinking comes first: what leaves one pool is room for the other. The room goes to the one that lacks most; one
+    that does not grow gives what it can spare to one that must.
     """
     decided = _not_below(dict(wanted), total_min)
     if not total_max:

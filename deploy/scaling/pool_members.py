@@ -32,7 +32,7 @@ class Member:
     """One worker of a pool. `deadline_s`: when it is killed unless it gets on. `is_found`: it may serve already.
 
     A CHANGING member belongs to the pool that it is on its way to; `before` is what it was, as long as it may still be
-    that: also when it was told to end on its way.
+    that: also when it was asked to end on its way.
     `refusal` is why it could not change its role, if it was asked and could not.
     `placed_as` is the role that its place was asked for: a change of role does not move it.
     """
@@ -111,5 +111,5 @@ class PoolStatus:
 
     @property
     def is_still(self) -> bool:
-        """As many as wanted, all of them ready, and nobody on the way in or out."""
+        """As many as wanted, all of them ready, and none starting or leaving."""
         return self.ready == self.desired and not (self.starting or self.draining or self.changing)

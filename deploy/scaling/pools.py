@@ -275,7 +275,7 @@ class PoolCore:
 
     def _remove(self, member: Member, now_s: float) -> Sequence[PoolEffect]:
         if member.phase is Phase.STARTING and not member.is_found:
-            return self._kill(member, now_s)  # it has served nobody
+            return self._kill(member, now_s)  # it has served no request
         grace_s = self._limits.drain_grace_s
         member.enter(Phase.DRAINING, now_s, now_s + grace_s + KILL_MARGIN_S)
         return [DrainWorker(member.worker_id, grace_s)]
@@ -293,7 +293,7 @@ class PoolCore:
     # ---- counting -----------------------------------------------------------------------------------
 
     def _free_id(self, role: Role) -> str:
-        """The lowest number that nobody alive has: a replacement takes the place of the dead."""
+        """The lowest number that no living worker has: a replacement takes the place of the dead."""
         taken = {*self._members, *(member.before.worker_id for member in self._members.values() if member.before)}
         return next(name for idx in range(len(taken) + 1) if (name := f"{role}-{idx}") not in taken)
 

@@ -4,7 +4,7 @@ Facts it is built on (torch 2.13): a send completes when the peer posts the matc
 wakes both directions; an operation that times out closes the pair for both sides, so the group's timeout is the
 backstop that frees a stuck pair, not a deadline; a build blocks until both ends are there. Several operations are
 in flight: blocking sends of 384 KiB one at a time reach less than half of the bandwidth. A device listens as long as it
-lives and keeps whoever connects and says nothing, so each link has one of its own, closed to newcomers once it stands.
+lives and keeps every silent connection, so each link has one of its own, closed to newcomers once it stands.
 """
 
 import socket

@@ -1,4 +1,4 @@
-"""Bounds a listening port that is not ours to accept on: torch's store and gloo keep whoever connects, for ever.
+"""Bounds a listening port that is not ours to accept on: torch's store and gloo keep every connection, for ever.
 
 A filter of the kernel (Linux) drops what comes to a listening socket, so that it takes no newcomers; what it accepted
 before goes on. Connections are found among this process's own descriptors, and hung up from outside.
@@ -18,7 +18,7 @@ Address = tuple[str, int]
 
 
 def close_to_newcomers(listener: socket.socket) -> None:
-    """Nobody can connect any more; connections that stand are not touched. Where there are no filters, nothing."""
+    """No new connection from now on; connections that stand are not touched. Where there are no filters, nothing."""
     program = ctypes.create_string_buffer(_RETURN_NOTHING)
     try:
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))

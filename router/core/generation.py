@@ -76,7 +76,7 @@ class Tokens:
 class Finished:
     """All choices have ended (by a finish_reason in Tokens, or by `stop_choice`). Last event of a success.
 
-    `num_cached_tokens`: prompt tokens nobody had to compute for this request.
+    `num_cached_tokens`: prompt tokens that were not computed for this request.
     """
 
     num_prompt_tokens: int

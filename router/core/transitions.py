@@ -286,7 +286,7 @@ def decode_lost(requests: Requests, on: Placed, event: WorkerLost) -> None:
 
 
 def _take_over(requests: Requests, request: Request, attempt: RouterAttempt) -> None:
-    """All KV is in the decode worker, whoever brought it."""
+    """All KV is in the decode worker, from whichever side."""
     if attempt.has_lost_a_try:  # the one that succeeded may be lost: then the current one is in vain
         requests.cancel(attempt.prefill, attempt)
     elif not request.awaits_account(attempt):

@@ -1,6 +1,6 @@
 """Attempts that wait for a worker: their order, and what can be done for them now. Pure: no IO.
 
-Owns the order, not the attempts: `steps` says what to do, and whoever does it moves the attempts.
+Owns the order, not the attempts: `steps` says what to do, and the caller moves the attempts.
 """
 
 from bisect import insort

@@ -81,7 +81,7 @@ class Worker:
 
     @property
     def state(self) -> WorkerState:
-        """As shown to people: a worker that gets no new work is draining, whoever decided that."""
+        """As shown to people: a worker that gets no new work is draining, on whichever decision."""
         if self.stats.state is WorkerState.READY and not self.is_ready:
             return WorkerState.DRAINING
         return self.stats.state

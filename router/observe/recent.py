@@ -15,7 +15,7 @@ WINDOW_S = 60.0
 RATE_WINDOW_S = 5.0
 MAX_VALUES = 4096
 MAX_PAIRS = 1024
-# Failures that nobody but the client caused.
+# Failures that the client itself caused.
 _BY_CLIENTS = frozenset({"request_cancelled"})
 
 
@@ -51,7 +51,7 @@ class RecentView:
 
 
 class Recent:
-    """A `RouterMetrics` that remembers. Names that nobody asks about only pass through."""
+    """A `RouterMetrics` that remembers. Names that are not asked about only pass through."""
 
     def __init__(self, metrics: RouterMetrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics

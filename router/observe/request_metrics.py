@@ -20,7 +20,7 @@ class RouterMetrics(Protocol):
 
 
 class NullMetrics:
-    """Measurements that nobody wants."""
+    """Measurements that are discarded."""
 
     def inc(self, name: str, amount: float = 1.0, **labels: str) -> None:
         pass

@@ -75,7 +75,7 @@ class Access:
             raise InvalidApiKey(f"administration needs the admin key, as a bearer token or in {ADMIN_KEY_HEADER}")
 
     def is_admin(self, authorization: Sequence[bytes], admin_key: Sequence[bytes]) -> bool:
-        """Whether details may be told."""
+        """Whether details may be shown."""
         try:
             self.check_operator(authorization, admin_key)
         except InvalidApiKey:

@@ -44,7 +44,7 @@ class TenantLimits(BaseModel):
 
 
 class TenantSettings(BaseModel):
-    """One tenant. Tenants of one `cache_group` share cached prefixes; without a group nobody shares."""
+    """One tenant. Tenants of one `cache_group` share cached prefixes; without a group nothing is shared."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -78,7 +78,7 @@ class KeyFile(BaseModel):
                 yield name, key_hash
 
     def cache_salt(self, name: str) -> bytes:
-        """What tells a tenant's cached blocks from everybody else's; nobody can make it without the secret."""
+        """What tells a tenant's cached blocks from everybody else's; it cannot be made without the secret."""
         group = self.tenants[name].cache_group
         return derived_salt(
             bytes.fromhex(self.cache_salt_secret), "tenant" if group is None else "group", group or name

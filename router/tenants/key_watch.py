@@ -21,7 +21,7 @@ from router.tenants.key_file import MAX_FILE_BYTES, InvalidKeyFile, parse_key_fi
 from router.tenants.tenants import Tenants
 
 # A key counts, or counts no more, this long after its file has changed, and the time of reading. Mounted secrets are
-# replaced by renaming, often on file systems that tell nobody: looking is what works everywhere.
+# replaced by renaming, often on file systems without notifications: looking is what works everywhere.
 INTERVAL_S = 1.0
 ContentT = TypeVar("ContentT")
 
@@ -46,7 +46,7 @@ class WatchedFile(Generic[ContentT]):
         self._apply(self._load())
 
     async def read_if_changed(self) -> None:
-        """As `read`; of one fault it is told once. What could not be read, not even as wrong, is tried again."""
+        """As `read`; one fault is reported once. What could not be read, not even as wrong, is tried again."""
         mark = self._mark()
         if mark == self._seen:
             self._told = ""

@@ -4,7 +4,7 @@ import math
 
 
 class Bucket:
-    """Holds up to `per_minute`; what is taken beyond that is a debt, and nobody gets anything until it is paid."""
+    """Holds up to `per_minute`; what is taken beyond that is a debt, and nothing is given until it is paid."""
 
     __slots__ = ("_at_s", "_level", "per_minute")
 

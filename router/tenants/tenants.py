@@ -194,7 +194,7 @@ class Tenants:
 
     @property
     def are_open(self) -> bool:
-        """Nobody needs a key."""
+        """No key is needed."""
         return self._anonymous is not None
 
     def update(self, file: KeyFile) -> None:

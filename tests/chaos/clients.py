@@ -61,7 +61,7 @@ class Pace:
 
 
 class Clients:
-    """Keeps `at_once` requests going until told to stop. Owns the ledger.
+    """Keeps `at_once` requests going until it is stopped. Owns the ledger.
 
     Shares of the requests: `leaving` go before their answer is complete, `unshared` find nothing in a cache.
     """

@@ -56,9 +56,9 @@ class Entry:
     question: Question
     api: Api
     started_s: float
-    cache_salt: str = ""  # nobody else's: the prompt has to be computed and shipped
+    cache_salt: str = ""  # of no other request: the prompt has to be computed and shipped
     leave: Leave | None = None
-    answer_id: str = ""  # what the router calls it, once it has told
+    answer_id: str = ""  # what the router calls it, once known
     tokens: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
     text: str = ""

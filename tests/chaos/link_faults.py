@@ -98,7 +98,7 @@ def slow_link(bytes_per_s: int, for_s: float) -> Act:
 
 
 def deafen_rendezvous(for_s: float) -> Act:
-    """Nobody gets through to the store where the two ends of a link find each other.
+    """No connection gets through to the store where the two ends of a link find each other.
 
     Pairs that stand do not need it: nothing is retried. Then the links of one decode worker break, and cannot be made
     again before the store hears.

@@ -30,7 +30,7 @@ def break_a_layer() -> Act:
 
 
 def spoil_a_row(at_least: int) -> Act:
-    """The logits of one request of a batch are not finite: that one is told, the others are right."""
+    """The logits of one request of a batch are not finite: that one gets an error, the others are right."""
 
     async def act(scene: Scene) -> str:
         rig, clients = scene.rig, scene.clients
@@ -38,10 +38,10 @@ def spoil_a_row(at_least: int) -> Act:
         victim = rig.workers("decode")[0]
         await rig.order(victim["pid"], "spoil_row", at_least=at_least)
         await _until_hits(scene, [victim], "spoil_row", 1)
-        await rig.until(lambda: _num_failed(clients), "an error that a client was told")
+        await rig.until(lambda: _num_failed(clients), "an error that a client got")
         await _must_live(scene, victim)
         assert _num_failed(clients) == 1, f"one row was not finite, and {count_outcomes(clients.entries)}"
-        return f"{victim['worker_id']}: logits of one of {at_least} rows or more were not finite, one client was told"
+        return f"{victim['worker_id']}: logits of one of {at_least} rows or more not finite, one client got an error"
 
     return act
 
@@ -82,14 +82,14 @@ def disorder_the_link(doubled: int, swapped: int) -> Act:
             await _must_live(scene, worker)
         scene.lifted()
         num_again = rig.counter("pdserve_request_retries_total") - num_retries
-        assert num_again > 0, "nobody refused a message out of order"
+        assert num_again > 0, "no message out of order was refused"
         return f"{victim['worker_id']}: {doubled} messages sent twice, {swapped} pairs swapped, {num_again:g} retries"
 
     return act
 
 
 def die_at(role: str, moment: str) -> Act:
-    """A worker kills itself at an event; nobody could be quick enough from outside."""
+    """A worker kills itself at an event; from outside it could not be timed."""
 
     async def act(scene: Scene) -> str:
         rig = scene.rig

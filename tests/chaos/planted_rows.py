@@ -18,7 +18,7 @@ from tests.chaos.rig import Shape
 from tests.chaos.row import ENDED_CLEANLY, UNNOTICED, Row
 
 INSTRUMENTED = Shape(2, 2, is_instrumented=True)
-TOLD = frozenset({"error"})
+REPORTED = frozenset({"error"})
 
 PLANTED_ROWS: tuple[Row, ...] = (
     Row(
@@ -99,17 +99,17 @@ PLANTED_ROWS: tuple[Row, ...] = (
         "decode worker",
         "the logits of one row are not finite",
         "decoding",
-        "that client is told; every other answer is right",
+        "that client gets an error; every other answer is right",
         "the plant acted once",
         spoil_a_row(2),
         shape=INSTRUMENTED,
-        allowed=TOLD,
+        allowed=REPORTED,
     ),
     Row(
         "rendezvous-deaf",
         25,
         "handoff",
-        "the store where links are made hears nobody for 5 s; then a pair must be made again",
+        "the store where links are made accepts no connection for 5 s; then a pair must be made again",
         "steady, then fingerprint",
         "pairs that stand go on; the pair is made within 10 s of the end",
         "SYNs dropped; the new connections",
@@ -146,10 +146,10 @@ PLANTED_ROWS: tuple[Row, ...] = (
         "weights",
         "a pair of workers with other weights joins; a decode worker of each kind dies",
         "decoding",
-        "every answer is of one kind of weights to its last token; of what nobody else can finish, clients are told",
+        "every answer is of one kind of weights to its last token; clients of what no other can finish get an error",
         "answers of both kinds; the processes are gone",
         join_with_other_weights(),
-        allowed=TOLD,
+        allowed=REPORTED,
     ),
     Row(
         "ray-control-killed",

@@ -41,7 +41,7 @@ QUIET_SHARE, MAX_QUIET_S = 0.25, 120.0
 LEAVING, FEWEST_LEFT = 0.3, 0.25
 # A pool of a size that fills up early: pages of the KV cache that are touched for the first time are no leak.
 SHAPE = Shape(2, 2, (("prefill_worker", "num_blocks", 1500), ("decode_worker", "num_blocks", 1500)))
-# Faults of a router are told to its clients; the others must not be noticed.
+# Faults of a router reach its clients; the others must not be noticed.
 FAULTS = (
     *("prefill-killed-computing", "decode-killed-decoding", "decode-frozen", "handoff-deaf", "handoff-reset-kv"),
     *("handoff-reset-control", "redis-killed", "redis-wiped", "router-killed", "router-link-deaf", "decode-wedged"),
@@ -50,7 +50,7 @@ FAULTS = (
 
 @dataclass(slots=True)
 class Fault:
-    """One fault of the run, with the time in which clients may have been told of it."""
+    """One fault of the run, with the time in which clients may have seen it."""
 
     name: str
     proof: str

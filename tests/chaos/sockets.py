@@ -1,4 +1,4 @@
-"""Faults on live TCP connections of other processes, made by the kernel: nobody has to be started in another way.
+"""Faults on live TCP connections of other processes, made by the kernel: no process has to be started in another way.
 
 A descriptor of the other process is borrowed (`pidfd_getfd`), so that what is done to it happens to the very
 connection, gloo's included. A filter that drops all makes a black hole below TCP: both sides see a silent peer and
@@ -140,7 +140,7 @@ def deaf(held: Sequence[socket.socket]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unreachable(listening: Sequence[socket.socket]) -> Iterator[None]:
-    """Those that listen hear of nobody: every packet has come too far. Their owner may filter on its own."""
+    """Listeners see no connection: every packet has come too far. Their owner may filter on its own."""
     for each in listening:
         each.setsockopt(socket.IPPROTO_IP, _IP_MINTTL, 255)
     try:

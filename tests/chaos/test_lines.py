@@ -101,7 +101,7 @@ async def test_a_connection_closed_under_its_next_request_tells_how_long_it_was_
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(WHOLE)
         while not select.select([writer.get_extra_info("socket").fileno()], [], [], 0)[0]:  # noqa: ASYNC110
-            await asyncio.sleep(0)  # until the kernel has the request; nobody tells us
+            await asyncio.sleep(0)  # until the kernel has the request; there is no event for it
         writer.transport.abort()
 
     peer = Peer()

@@ -54,7 +54,7 @@ class Host:
         return {line.split()[3].rpartition(":")[0] for line in shown.stdout.decode().splitlines()}
 
     def unplug(self) -> None:
-        """Packets are lost from now on, and nobody is told."""
+        """Packets are lost from now on, without an error."""
         _ip("-n", self.switch, "link", "set", self.port_name, "nomaster")
 
     def plug_in(self) -> None:

@@ -163,7 +163,7 @@ async def test_each_router_knows_the_other_by_an_address_that_leads_there(site: 
 async def test_a_router_cut_off_the_network_gives_back_its_blocks_and_serves_again_when_it_is_back(
     site: Site, tiny_model: Path
 ) -> None:
-    """1. load through router-b; 2. its cable is out: nobody is told, and no packet ends a connection;
+    """1. load through router-b; 2. its cable is out: no error is seen, and no packet ends a connection;
     3. every worker finds it lost by itself and has its blocks back; 4. the cable is in: it finds them and serves."""
     async with load_until_broken(site, "router-b") as broken:
         site.hosts["router-b"].unplug()

@@ -35,7 +35,7 @@ from tests.simkit.fake_engine import contents, expected_output
 
 PREFILL = WorkerRef("p0", "1")
 CHUNK = Chunk(0, 0, 1, 0, 1, 1)
-Told = Granted | Refused | TokenBatch | HandoffReport | TransferFailed | AttemptFailed
+Answer = Granted | Refused | TokenBatch | HandoffReport | TransferFailed | AttemptFailed
 
 
 class ScriptedReceiver:
@@ -77,7 +77,7 @@ class ScriptedReceiver:
 
 
 class Bench(CoreBench):
-    """`sent` holds what is in `Told`."""
+    """`sent` holds what is in `Answer`."""
 
     def __init__(
         self,
@@ -131,10 +131,10 @@ class Bench(CoreBench):
 
     # ---- what came out ------------------------------------------------------------------------------
 
-    def messages(self, name: str) -> list[Told]:
+    def messages(self, name: str) -> list[Answer]:
         """Everything but tokens that was said of an attempt."""
-        told = [message for message in self.sent if not isinstance(message, TokenBatch)]
-        return [message for message in told if message.attempt_id == attempt(name)]
+        answers = [message for message in self.sent if not isinstance(message, TokenBatch)]
+        return [message for message in answers if message.attempt_id == attempt(name)]
 
     def events(self, name: str, number: int = 0) -> Iterator[TokenEvent]:
         for batch in self.sent:

@@ -293,7 +293,7 @@ class ScarcePool(BlockPool):
 
 @pytest.mark.parametrize("num_failures", [1, 5])
 def test_exhaustion_is_an_answer_not_an_error(num_failures: int) -> None:
-    """Eight sequences run; the pool says no some times in a row; nobody fails and nobody's tokens change."""
+    """Eight sequences run; the pool says no some times in a row; no request fails and no tokens change."""
     pool = ScarcePool(64, 4)
     bench = Bench(groups=[PoolGroup(pool)], max_num_waiting=0)
     jobs = works(8, 7, 12)

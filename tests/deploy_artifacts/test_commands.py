@@ -26,7 +26,7 @@ _CONTAINER = re.compile(r"(?:args|command): ?(?:\[|\n\s*- )(router|worker)\b((?:
 
 
 def commands() -> set[tuple[str, str, frozenset[str]]]:
-    """(file, command, options) of everything that is told to run."""
+    """(file, command, options) of everything that is to be run."""
     found = set()
     for path in SOURCES:
         if not path.is_file():

@@ -33,7 +33,7 @@ NUM_LAYERS = 4
 
 
 class ScriptedSender:
-    """Ends transfers when told to: Acknowledged and Cancelled by the peer, or a local cancel unless `is_packing`."""
+    """Ends transfers as the test asks: Acknowledged, Cancelled by the peer, or a local cancel unless `is_packing`."""
 
     def __init__(self) -> None:
         self.events: list[SenderEvent] = []

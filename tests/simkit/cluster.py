@@ -246,7 +246,7 @@ class SimCluster:
         self.time.after(STATS_S, self._send_stats)
 
     def _to_router(self, worker: SimWorker, router_id: RouterId | None, message: Any) -> None:
-        """`router_id`: whom the worker means; None: whoever is connected."""
+        """`router_id`: whom the worker means; None: the connected one."""
         connection = self._connections.get(worker.ref)
         if connection is not None and worker.is_alive and router_id in (None, connection.router_id):
             connection.to_router.send(WorkerMessageReceived(worker.ref, message))

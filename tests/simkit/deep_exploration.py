@@ -66,7 +66,7 @@ def explore_all(names: Sequence[str], max_states: int, jobs: int) -> Iterator[Fo
             for future in as_completed([pool.submit(explore_world, name, max_states) for name in names]):
                 yield future.result()
         finally:
-            pool.shutdown(cancel_futures=True)  # a violation is told without the worlds that have not begun
+            pool.shutdown(cancel_futures=True)  # a violation is reported without the worlds that have not begun
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -80,7 +80,7 @@ Progress = Callable[[Exploration, int], None]
 def explore(start: World, max_states: int, progress: Progress = lambda so_far, num_waiting: None) -> Exploration:
     """Visit every reachable state, `max_states` at most. Raises Violation at the first forbidden one.
 
-    `progress` is told of every state that was expanded, and how many wait for it.
+    `progress` is called with every state that was expanded, and how many wait for it.
     """
     result = Exploration(num_states=1)
     frontier = [(0, copy_of(start))]

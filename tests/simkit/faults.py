@@ -165,7 +165,7 @@ class Faults:
         self._cluster.is_index_up = True
 
     def _index_wiped(self, _: str, rng: random.Random) -> bool:
-        """Empty, with no workers registered, until each has noticed and told everything again."""
+        """Empty, with no workers registered, until each has noticed and published everything again."""
         self._cluster.wipe_index([rng.uniform(0.1, 2.0) for _ in self._cluster.workers])
         return True
 

@@ -41,4 +41,4 @@ def check_quiet(world: "HandoffWorld") -> None:
         if TransferOutcome.DONE in outcomes and not world.faults.has_peer_lied:
             assert grant.end in ("received", "crashed"), f"{attempt_id}: acknowledged and not received"
         if grant.end is None:
-            assert len(outcomes) == world.num_tries, f"{attempt_id} waits for nobody"
+            assert len(outcomes) == world.num_tries, f"{attempt_id} waits for nothing"

@@ -158,7 +158,7 @@ class HandoffNet:
         ends.to_receiver(pair.receiver, PeerLost(ref_of(pair.sender), "broken"))
 
     def break_session(self, pair: Pair, session: Session) -> None:
-        """What was under way is lost; a pack that runs ends, and what was taken before is told before the loss."""
+        """What was under way is lost; a pack that runs ends, and what was taken before is reported before the loss."""
         session.is_broken = True
         session.up, session.down, session.sent = [], [], []
         if pair.sender not in self.living:

@@ -38,7 +38,7 @@ WORLDS = {
     "deadline passes early": Setting({"deadline": 1}),
     "prefill worker dies and comes back": Setting({"crash_sender": 1}, {"num_tries": 2, **_SHORT}),
     "decode worker dies and comes back": Setting({"crash_receiver": 1}, _SHORT),
-    "loss is told twice": Setting({"break": 1, "lose_again": 1}, _SHORT),
+    "loss is reported twice": Setting({"break": 1, "lose_again": 1}, _SHORT),
     "acknowledged early": Setting({"early_ack": 1}),
     "acknowledged early and cancelled": Setting({"early_ack": 1, "cancel_prefill": 1}, _SHORT),
     "malformed announcement": Setting({"malform": 1}, _SHORT),

@@ -168,7 +168,7 @@ MUTANTS = (
         ("tests/kvtransfer/test_sessions.py::test_another_incarnation_at_the_address_is_not_trusted",),
     ),
     Mutant(
-        "a link lost after the first tokens is not told",
+        "a link lost after the first tokens is not reported",
         "prefill_worker.core:PrefillCore._on_transfer_ended",
         "ended.outcome is TransferOutcome.LINK_LOST",
         "False",

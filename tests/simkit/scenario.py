@@ -103,7 +103,7 @@ class Scenario:
             assert self.faults.done or isinstance(answer.end, Finished), f"{key} failed without any fault: {answer.end}"
 
     def _check_account(self, key: RequestId, answer: Answer) -> None:
-        """Without faults every prompt token was cached or computed in a step that is told of, whatever came first."""
+        """Without faults every prompt token was cached or computed in a step that is reported, whatever came first."""
         end, accepted = answer.end, answer.accepted
         if self.faults.done or not isinstance(end, Finished) or accepted is None:
             return

@@ -188,7 +188,7 @@ class Session:
 
 
 def check_referenced(worker: SimWorker, effect: SendChunk | WriteChunk) -> None:
-    """Whoever reads or writes blocks does it while somebody holds them."""
+    """Blocks are read or written only while they are held."""
     size, chunk = worker.pool.block_size, effect.chunk
     for block in effect.block_table[chunk.token_start // size : -(-chunk.token_end // size)]:
         assert worker.pool.ref_count(block) > 0, f"{worker.ref}: block {block} is free while {effect} touches it"

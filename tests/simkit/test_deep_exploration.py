@@ -44,7 +44,7 @@ def test_a_later_run_of_a_world_replaces_the_earlier_and_others_stay(tmp_path: P
 
 
 def test_each_world_is_told_when_it_ends_and_not_in_its_turn() -> None:
-    names = ["cluster: no fault", "handoff: loss is told twice"]
+    names = ["cluster: no fault", "handoff: loss is reported twice"]
     assert [each["world"] for each in deep_exploration.explore_all(names, 10_000, 2)] == names[::-1]
 
 

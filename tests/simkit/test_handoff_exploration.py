@@ -51,7 +51,7 @@ def test_no_event_comes_that_has_no_row(explored: Explored) -> None:
 
 
 def test_the_explorer_finds_blocks_given_back_under_a_pack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sender that ends a cancelled transfer without waiting for its packs: the shortest story is told."""
+    """A sender that ends a cancelled transfer without waiting for its packs: the shortest trace is printed."""
 
     def end_at_once(self: SenderCore, transfer: SenderTransfer) -> None:
         if transfer.state is TransferState.ENDING:

@@ -41,7 +41,7 @@ class Outcome:
 
 
 def pages(root: Path) -> list[Path]:
-    """README, CONTRIBUTING and docs; decisions tell nobody to run anything."""
+    """README, CONTRIBUTING and docs; decisions have no commands to run."""
     docs = [path for path in sorted((root / "docs").rglob("*.md")) if "adr" not in path.parts]
     return [root / "README.md", root / "CONTRIBUTING.md", *docs]
 

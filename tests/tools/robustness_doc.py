@@ -187,7 +187,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def generated(text: str) -> str:
-    """`text` with every generated part as the code has it now. Raises KeyError for a part that nobody makes."""
+    """`text` with every generated part as the code has it now. Raises KeyError for a part without a generator."""
 
     def part(match: re.Match[str]) -> str:
         return match[1] + "\n".join(PARTS[match["name"]]()) + "\n" + match[3]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.interpreter import import_triton_interpreted
 
-import_triton_interpreted()  # whoever imports triton first in a test process decides for all
+import_triton_interpreted()  # the first import of triton in a test process decides for all
 
 from tests.tools.kernel_compile import Facts  # noqa: E402
 from tests.tools.kernel_table import WIDE_MATRIX, faults  # noqa: E402

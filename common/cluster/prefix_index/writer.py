@@ -43,7 +43,7 @@ class WriterCounts:
     num_resyncs: int = 0
     num_failed: int = 0
     num_dropped: int = 0  # additions that Redis had no memory for
-    num_untold: int = 0  # batches and heartbeats that the mirrors were not told of
+    num_untold: int = 0  # batches and heartbeats that were not published to the mirrors
 
 
 class RedisIndexWriter:

@@ -7,7 +7,7 @@ from common.values.request import SamplingParams
 
 
 def self_test(runner: Runner) -> None:
-    """Prefill a token and draw the next, in the first block of a cache that nobody uses yet. Raises CheckpointError."""
+    """Prefill a token and draw the next, in the first block of an unused cache. Raises CheckpointError."""
     greedy = SampleSpec(choice_idx=0, position=0, params=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
     prefill = ScheduledSequence(0, (0,), 0, ((0,),), samples=(greedy,))
     (first,) = runner.run(StepPlan(0, (prefill,))).results

@@ -5,7 +5,7 @@
 
 Inside a block each head of each token has a scale of its own. With one scale for all tokens of a block, a token that
 joins the block could raise it: what lies there would be rounded again, and the cache would depend on how a prompt was
-cut into chunks. So a row is the same whoever computed it, whatever its block size, and the wire carries it as it is.
+cut into chunks. So a row is the same on every worker, whatever its block size, and the wire carries it as it is.
 The price is 4 bytes per head: 3 % at head_dim 128. Reads and writes here are torch operators, on any device.
 """
 

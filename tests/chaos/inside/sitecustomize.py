@@ -16,7 +16,7 @@ def _serve(folder: str) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{folder}/.{os.getpid()}")
         server.listen()
-        os.rename(f"{folder}/.{os.getpid()}", f"{folder}/{os.getpid()}")  # whoever sees it can connect
+        os.rename(f"{folder}/.{os.getpid()}", f"{folder}/{os.getpid()}")  # a reader of the name can connect
         while True:
             connection, _ = server.accept()
             with connection, connection.makefile() as orders:

@@ -9,7 +9,7 @@ from deploy.client.admin import AdminFailed
 
 
 class PaperCluster:
-    """Ready at once with whatever size is asked for; the youngest goes first, and whoever is removed is replaced."""
+    """Ready at once with whatever size is asked for; the youngest goes first, and what is removed is replaced."""
 
     def __init__(self, num_decode: int) -> None:
         self.num_wanted = num_decode

@@ -1,4 +1,4 @@
-"""Addresses that people mistake, and what they are told."""
+"""Addresses that people mistake, and what the error says."""
 
 import re
 import socket
@@ -60,7 +60,7 @@ HTTP, GRPC, TLS = b"HTTP/1.1 200 OK\r\n", b"\0\0\x18\x04\0\0\0\0\0", b"\x15\x03\
 
 @pytest.fixture
 def listener(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A server that says the given bytes to whoever comes."""
+    """A server that sends the given bytes on every connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

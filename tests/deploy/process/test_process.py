@@ -40,7 +40,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """A zombie has ended: whoever should reap it is not our business."""
+    """A zombie has ended: who should reap it does not matter here."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):  # before it was opened, and while it was read

@@ -14,7 +14,7 @@ from deploy.ray.node import threads_of
         ({"CPU": 2.0, "pd_decode": 4.0}, 16, 1),
         ({}, 4, 4),
     ],
-    ids=["a container's limit", "shared by four", "no CPUs told to Ray", "fewer cores than workers", "unknown node"],
+    ids=["a container's limit", "shared by four", "no CPUs given to Ray", "fewer cores than workers", "unknown node"],
 )
 def test_the_cores_of_a_node_are_shared_by_the_workers_that_it_may_host(
     resources: dict[str, float], num_cores: int, threads: int

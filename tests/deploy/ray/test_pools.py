@@ -51,7 +51,7 @@ class Rig:
         self.reports.append((who, what))
 
     async def until_sizes(self, prefill: int, decode: int) -> None:
-        """Wait until exactly so many are ready and nobody is on the way in or out."""
+        """Wait until exactly so many are ready and none is starting or leaving."""
 
         async def are_so() -> bool:
             statuses = self.pools.status()
@@ -140,7 +140,7 @@ async def test_a_worker_that_gets_sigterm_drains_and_is_replaced_and_has_not_cra
 async def test_a_killed_actor_is_replaced_by_a_new_process_and_the_reason_is_told(
     ray: None, box: RedisBox, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line: the text that Ray prints to whoever started it reaches nobody's terminal."""
+    """In one line: the text that Ray prints to its starter reaches no terminal."""
     async with running(box, "killed", prefill=0, decode=1) as rig:
         await rig.until_sizes(0, 1)
         os.kill(rig.pids("decode-0")[0], signal.SIGKILL)

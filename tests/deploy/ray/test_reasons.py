@@ -1,4 +1,4 @@
-"""What an operator is told of a worker that ended: the cause, not Ray's wrapping."""
+"""What an operator reads of a worker that ended: the cause, not Ray's wrapping."""
 
 import pytest
 

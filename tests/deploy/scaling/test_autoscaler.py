@@ -180,7 +180,7 @@ def test_one_busy_moment_keeps_the_pool_for_another_stable_window() -> None:
 
 
 def test_a_gap_in_the_looks_starts_the_windows_anew() -> None:
-    """Nobody knows what happened meanwhile: a router that was away is no reason to shrink."""
+    """What happened meanwhile is not known: a router that was away is no reason to shrink."""
     scaler, quiet = Autoscaler(SETTINGS), PoolLoad(3, (IDLE,) * 3)
     watch(scaler, DECODE, quiet, 0.0, 250)
     assert not scaler.decide(DECODE, quiet, 400.0).is_change

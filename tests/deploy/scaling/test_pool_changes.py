@@ -191,7 +191,7 @@ class World:
         self.perform(self.rig.do(WorkerEnded(worker_id, reason)))
 
     def answer(self, worker_id: str, *, is_refused: bool) -> None:
-        """A worker that changes has, or cannot; also one that was told to leave meanwhile."""
+        """A worker that changes has, or cannot; also one that was asked to leave meanwhile."""
         before = self.changing.pop(worker_id)
         group = self.leaving if worker_id in self.leaving else self.ready
         group.discard(worker_id)

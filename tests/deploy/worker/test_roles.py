@@ -34,7 +34,7 @@ def config_of(model: Path, role: Any, num_blocks: int) -> WorkerConfig:
 async def test_each_role_gives_up_the_memory_of_its_kv_cache_to_the_next(model: Path) -> None:
     """1. prefill; 2. decode with a larger cache, then prefill again; 3. of every earlier cache no page is left.
 
-    Whoever still looks at one, as an ended role may until it is collected, sees zeros.
+    A reader that still looks at one, as an ended role may until it is collected, sees zeros.
     """
     seen: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
     ready: list[dict[str, Any]] = []

@@ -171,7 +171,7 @@ def test_a_killed_peer_wakes_pending_sends_and_receives(store: RendezvousStore, 
 def test_a_message_longer_than_the_room_ends_the_receiving_process_and_the_sender_hears_of_it(
     store: RendezvousStore,
 ) -> None:
-    """Gloo throws where nobody can catch. Such a worker is replaced and its requests are replayed, as after a kill."""
+    """Gloo throws where it cannot be caught. Such a worker is replaced, its requests replayed, as after a kill."""
     prefix = new_prefix()
     with RemoteEnd(store.port, prefix, 0) as remote:
         link = build_link(plan(store.port, prefix, 1))

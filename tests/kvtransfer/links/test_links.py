@@ -20,7 +20,7 @@ def filled(num_bytes: int, value: int) -> torch.Tensor:
 
 
 class FakeWork:
-    """An operation that ends when told to."""
+    """An operation that the test ends."""
 
     def __init__(self) -> None:
         self._future: Future[None] = Future()

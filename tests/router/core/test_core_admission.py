@@ -176,7 +176,7 @@ def test_client_that_leaves_between_grant_and_prefill_frees_the_grant() -> None:
     assert driver.token_ids() == []
 
 
-# ---- nobody there ---------------------------------------------------------------------------------------
+# ---- no worker -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("worker_ids", [(), ("p0",), ("d0",)])

@@ -49,7 +49,7 @@ def test_dead_decode_worker_is_replaced_by_a_replay_of_prompt_and_delivered_toke
 
 
 def test_an_answer_is_gone_on_with_by_the_weights_that_began_it() -> None:
-    """E-06: two kinds of weights serve; what one has begun the other never ends, and waits for, or is told."""
+    """E-06: two kinds of weights serve; what one has begun the other never ends: it waits, or fails."""
     driver = Driver("p0", "d0")
     driver.to_decoding(request("a", max_tokens=12), decode="d0")
     for worker_id in ("p1", "d1"):
@@ -59,7 +59,7 @@ def test_an_answer_is_gone_on_with_by_the_weights_that_began_it() -> None:
     driver.to_decoding(request("b", max_tokens=12), prefill="p1", decode="d1")
     driver.take()
     driver.submit(request("c"))
-    assert isinstance(driver.take_one("d1"), Reserve), "what has not begun goes to whoever is there"
+    assert isinstance(driver.take_one("d1"), Reserve), "what has not begun goes to the worker that is there"
     driver.connect(worker_info("d0", "2"))
     reserve = driver.take_one("d0")
     assert isinstance(reserve, Reserve)

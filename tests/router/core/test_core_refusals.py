@@ -37,7 +37,7 @@ def test_final_refusal_by_decode_is_the_clients_error_and_is_not_retried() -> No
 
 
 def test_final_refusal_by_prefill_is_the_clients_error_and_frees_the_grant() -> None:
-    """B-02: the decode worker is told at once and no text is made up."""
+    """B-02: the decode worker hears at once and no text is made up."""
     driver = Driver("p0", "p1", "d0")
     driver.submit(request())
     attempt_id = driver.grant("d0")

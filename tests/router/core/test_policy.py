@@ -149,7 +149,7 @@ def test_decode_worker_prefills_when_that_is_clearly_sooner_or_nobody_else_can()
     there=st.lists(st.floats(0.0, 1e3), min_size=1, max_size=5), here=st.floats(0.0, 1e3), shorter=st.floats(0.0, 1.0)
 )
 def test_a_prompt_never_waits_longer_for_being_balanced(there: list[float], here: float, shorter: float) -> None:
-    """Whoever is chosen needs no longer than the best prefill worker; less work here never sends a prompt away."""
+    """The chosen worker needs no longer than the best prefill worker; less work here never sends a prompt away."""
     few = [Candidate(f"p{idx}", cost=cost) for idx, cost in enumerate(there)]
     chosen, _ = policy.choose_prefiller(few, Candidate("d0", cost=here))
     assert (*there, here)[chosen] <= min(there)

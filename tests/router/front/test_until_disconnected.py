@@ -9,7 +9,7 @@ from router.front.http.stream import CONNECTION_EXTENSION, ClientGone, until_dis
 
 
 class Connection:
-    """A client that leaves when told to."""
+    """A client that leaves when the test asks."""
 
     may_wait = False
 
@@ -29,7 +29,7 @@ class Connection:
         return {"extensions": {CONNECTION_EXTENSION: self}}
 
     def leave(self) -> None:
-        assert self.on_lost is not None, "nobody watches"
+        assert self.on_lost is not None, "no watcher"
         self.on_lost()
 
 

@@ -50,7 +50,8 @@ def nvidia_arch() -> int:
 def all_registers() -> dict[str, int]:
     """An option for a launch of up to 8 warps that needs its registers more than it needs more warps at a time.
 
-    Left alone, ptxas trades them, and spills 8 to 24 bytes for it. It also takes twice as many as would do when told.
+    Left alone, ptxas trades them, and spills 8 to 24 bytes for it. It also takes twice as many as would do when the
+    limit is set.
     """
     return {"maxnreg": 255} if nvidia_arch() else {}
 
