@@ -56,7 +56,7 @@ def write_tiny_gguf(
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
         add.get(type(value), writer.add_string)(name.replace("__", "."), value)
     if scaling := config.get("rope_scaling"):
-        writer.add_tensor("rope_freqs.weight", rope_divisors(config["rope_theta"], config["head_dim"], scaling))
+        _add_rope(writer, config, scaling)
     for name, tensor in load_file(source / "model.safetensors").items():
         raw = next((value for part, value in replaced.items() if part in name), None)
         if raw is not None:
@@ -69,6 +69,24 @@ def write_tiny_gguf(
     writer.close()
     parts = sorted(target.parent.glob(f"{target.stem}-00001-of-*.gguf"))
     return parts[0] if tensors_per_part else target
+
+
+def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any], scaling: dict[str, Any]) -> None:
+    """As llama.cpp's converter: Llama 3.1's divisors and LongRoPE's two sets are tensors, the rest is metadata."""
+    kind = scaling["rope_type"]
+    original = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
+    if kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", rope_divisors(config["rope_theta"], config["head_dim"], scaling))
+    elif kind == "longrope":
+        factor = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_attn_factors((1 + np.log(factor) / np.log(original)) ** 0.5)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(scaling[f"{name}_factor"], dtype=np.float32))
+    else:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(original)
 
 
 def rope_divisors(theta: float, head_dim: int, scaling: dict[str, Any]) -> np.ndarray:

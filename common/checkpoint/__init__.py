@@ -4,8 +4,7 @@ Owns configuration, tokenizer, chat template and digests. Weights are read in `c
 """
 
 from common.checkpoint.checkpoint import Checkpoint
-from common.checkpoint.layers import RopeScaling
 from common.checkpoint.opening import open_checkpoint
 from common.checkpoint.spec import CheckpointError, ModelSpec
 
-__all__ = ["Checkpoint", "CheckpointError", "ModelSpec", "RopeScaling", "open_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointError", "ModelSpec", "open_checkpoint"]

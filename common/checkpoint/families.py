@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from common.checkpoint.layers import POST_NORMS, PRE_NORMS, Activation, AttentionOptions, LayerSpec, Rope
+from common.checkpoint.layers import POST_NORMS, PRE_NORMS, Activation, AttentionOptions, LayerSpec
+from common.checkpoint.rope import Rope
 from common.checkpoint.spec import CheckpointError, ModelSpec
 
 # Part of a layer -> its weight's name under `model.layers.N`, without ".weight".

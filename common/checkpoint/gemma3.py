@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 from common.checkpoint.hf_attention import layer_windows, windows_by_pattern
 from common.checkpoint.hf_rope import read_rope
-from common.checkpoint.layers import Rope
+from common.checkpoint.rope import Rope
 from common.checkpoint.spec import CheckpointError
 
 PATTERN = 6

@@ -11,7 +11,7 @@ from common.checkpoint.digest import digest_files
 from common.checkpoint.families import FAMILIES
 from common.checkpoint.gemma3 import NUM_LAYERS_27B, gemma3_of_gguf
 from common.checkpoint.gguf_files import GgufFiles, gguf_served_name, read_gguf_files
-from common.checkpoint.gguf_rope import read_gguf_rope
+from common.checkpoint.gguf_rope import ROPE_TENSORS, read_gguf_rope
 from common.checkpoint.gguf_tokenizer import TEMPLATE_NAMES, build_tokenizer, read_vocabulary, tokenizer_digest
 from common.checkpoint.spec import CheckpointError, ModelSpec
 from common.checkpoint.tensors import StoredTensor, check_tensors
@@ -25,7 +25,6 @@ LAYER_PARTS = {
     **{"ffn_norm": "before_mlp", "post_ffw_norm": "after_mlp"},
 }
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-ROPE_FREQUENCIES = "rope_freqs.weight"
 UNSUPPORTED = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "expert_count")
 
 
@@ -52,7 +51,7 @@ def _open(path: Path, files: GgufFiles) -> Checkpoint:
     metadata = files.metadata
     spec = _spec(files)
     names = FAMILIES[spec.architecture].names
-    found = {name: tensor for name, tensor in files.tensors.items() if name != ROPE_FREQUENCIES}
+    found = {name: tensor for name, tensor in files.tensors.items() if name not in ROPE_TENSORS}
     tensors = {huggingface_name(name, names): tensor for name, tensor in found.items()}
     check_tensors(path, spec, tensors)
     vocabulary = read_vocabulary(metadata)
@@ -110,7 +109,7 @@ def _spec_of(architecture: str, files: GgufFiles) -> ModelSpec:
     head_dim = integer("attention.key_length", hidden_size // num_heads)
     if integer("attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"{architecture}.attention.value_length differs from key_length: not supported")
-    rope = read_gguf_rope(files.metadata, architecture, head_dim, files.tensors.get(ROPE_FREQUENCIES))
+    rope = read_gguf_rope(files.metadata, architecture, head_dim, files.tensors)
     epsilon = files.metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon")
     if not isinstance(epsilon, float):
         raise CheckpointError(f"{architecture}.attention.layer_norm_rms_epsilon should be a number, got {epsilon!r}")

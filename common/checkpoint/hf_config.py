@@ -8,6 +8,7 @@ from common.checkpoint.families import FAMILIES
 from common.checkpoint.gemma3 import gemma3_of_config
 from common.checkpoint.hf_attention import layer_windows
 from common.checkpoint.hf_rope import read_rope
+from common.checkpoint.rope import DynamicScaling, Rope
 from common.checkpoint.spec import CheckpointError, ModelSpec
 
 ARCHITECTURES = {name: architecture for architecture, family in FAMILIES.items() for name in family.hf_classes}
@@ -46,7 +47,7 @@ def parse_config(config: Config) -> ModelSpec:
         head_dim=_optional(config, "head_dim") or hidden_size // num_heads,
         intermediate_size=_required(config, "intermediate_size"),
         vocab_size=_required(config, "vocab_size"),
-        max_position=_required(config, "max_position_embeddings"),
+        max_position=_max_position(config, rope),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         rms_norm_eps=_epsilon(config),
@@ -55,6 +56,12 @@ def parse_config(config: Config) -> ModelSpec:
         attention_soft_cap=float(config.get("attn_logit_softcapping") or 0.0),
     )
     return spec if gemma3 is None else replace(spec, **gemma3[1])
+
+
+def _max_position(config: Config, rope: Rope) -> int:
+    """The tokens of the longest text. With dynamic scaling config.json states those that the model was trained on."""
+    stated = _required(config, "max_position_embeddings")
+    return int(stated * rope.scaling.factor) if isinstance(rope.scaling, DynamicScaling) else stated
 
 
 def _required(config: Config, name: str) -> int:

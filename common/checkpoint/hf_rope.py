@@ -4,10 +4,22 @@ The rules are those of transformers 5: `rope_scaling` wins over `rope_parameters
 or beside them.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from common.checkpoint.layers import Rope, RopeScaling
+from common.checkpoint.rope import (
+    BETA_FAST,
+    BETA_SLOW,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+    magnitude,
+)
 from common.checkpoint.spec import CheckpointError
 
 Config = Mapping[str, Any]
@@ -23,21 +35,80 @@ def read_rope(config: Config) -> Rope:
     if partial not in (None, 1, 1.0):
         raise CheckpointError(f"config.json: partial_rotary_factor={partial!r} is not supported")
     theta = _number(parameters if "rope_theta" in parameters else config, "rope_theta", DEFAULT_THETA)
-    return Rope(theta, _scaling(parameters, _number(config, "max_position_embeddings")))
+    return Rope(theta, _scaling(parameters, int(_number(config, "max_position_embeddings"))))
 
 
-def _scaling(parameters: Config, max_position: float) -> RopeScaling | None:
+def _scaling(parameters: Config, max_position: int) -> RopeScaling | None:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return None
-    if kind != "llama3":
-        raise CheckpointError(f"config.json: rope type {kind!r} is not supported, only 'default' and 'llama3'")
-    return RopeScaling(
+    if kind not in READERS:
+        raise CheckpointError(f"config.json: rope type {kind!r} is not supported, only {', '.join(READERS)}")
+    return READERS[kind](parameters, max_position)
+
+
+def _linear(parameters: Config, max_position: int) -> LinearScaling:
+    return LinearScaling(_number(parameters, "factor"))
+
+
+def _dynamic(parameters: Config, max_position: int) -> DynamicScaling:
+    return DynamicScaling(_number(parameters, "factor"), max_position)
+
+
+def _llama3(parameters: Config, max_position: int) -> Llama3Scaling:
+    return Llama3Scaling(
         factor=_number(parameters, "factor"),
         low_freq_factor=_number(parameters, "low_freq_factor"),
         high_freq_factor=_number(parameters, "high_freq_factor"),
-        original_max_position=int(_number(parameters, "original_max_position_embeddings", max_position)),
+        original_max_position=_original(parameters, max_position),
     )
+
+
+def _yarn(parameters: Config, max_position: int) -> YarnScaling:
+    original = _original(parameters, max_position)
+    factor = _stated(parameters, "factor") or max_position / original
+    amplitude, mscale, of_all = (_stated(parameters, f) for f in ("attention_factor", "mscale", "mscale_all_dim"))
+    if amplitude is None and mscale and of_all:
+        amplitude = magnitude(factor, mscale) / magnitude(factor, of_all)
+    return YarnScaling(
+        factor=factor,
+        original_max_position=original,
+        amplitude=magnitude(factor) if amplitude is None else amplitude,
+        beta_fast=_stated(parameters, "beta_fast") or BETA_FAST,
+        beta_slow=_stated(parameters, "beta_slow") or BETA_SLOW,
+        is_truncated=bool(parameters.get("truncate", True)),
+    )
+
+
+def _longrope(parameters: Config, max_position: int) -> LongRopeScaling:
+    original = _original(parameters, max_position)
+    factor = _stated(parameters, "factor") or max_position / original
+    amplitude = _stated(parameters, "attention_factor")
+    derived = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRopeScaling(
+        short=_numbers(parameters, "short_factor"),
+        long=_numbers(parameters, "long_factor"),
+        original_max_position=original,
+        amplitude=derived if amplitude is None else amplitude,
+    )
+
+
+READERS: Mapping[str, Callable[[Config, int], RopeScaling]] = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def _original(parameters: Config, max_position: int) -> int:
+    return int(_number(parameters, "original_max_position_embeddings", max_position))
+
+
+def _stated(fields: Config, name: str) -> float | None:
+    """None for what is absent, null or 0: derived from other fields, as transformers does."""
+    return _number(fields, name) if fields.get(name) else None
 
 
 def _number(fields: Config, name: str, default: float | None = None) -> float:
@@ -45,3 +116,10 @@ def _number(fields: Config, name: str, default: float | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise CheckpointError(f"config.json: {name} should be a positive number, got {value!r}")
     return float(value)
+
+
+def _numbers(fields: Config, name: str) -> tuple[float, ...]:
+    values = fields.get(name)
+    if not isinstance(values, list) or not all(isinstance(value, int | float) and value > 0 for value in values):
+        raise CheckpointError(f"config.json: {name} should be a list of positive numbers, got {values!r:.80}")
+    return tuple(map(float, values))

@@ -7,6 +7,8 @@ reads them to decide what it computes in one compiled call; all others are compu
 from dataclasses import dataclass
 from typing import Literal
 
+from common.checkpoint.rope import Rope
+
 # Where a layer has an RMSNorm: on the input of attention or MLP, or on their output, before it is added.
 NormPlace = Literal["before_attention", "after_attention", "before_mlp", "after_mlp"]
 PRE_NORMS: tuple[NormPlace, ...] = ("before_attention", "before_mlp")
@@ -17,24 +19,6 @@ Activation = Literal["silu", "gelu_tanh"]
 
 # RMSNorm of q and k before RoPE: none, one weight for each head alike, or one over the whole projection.
 QkNorm = Literal["none", "head", "full"]
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Llama 3.1's frequency scaling: low frequencies are divided by `factor`, a band in between is blended."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """By which angles the pairs (i, i + head_dim / 2) of q and k turn."""
-
-    theta: float
-    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The shape of a model as values. Pure: no IO, no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from common.checkpoint.layers import Rope, RopeScaling
+from common.checkpoint.rope import DivisorScaling, LongRopeScaling, Rope, RopeScaling
 
 
 class CheckpointError(ValueError):
@@ -37,3 +37,19 @@ class ModelSpec:
             raise CheckpointError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads")
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        for size in _divisor_counts(self.rope_scaling):
+            if size != self.head_dim // 2:
+                raise CheckpointError(f"{size} factors of RoPE do not fit the {self.head_dim // 2} pairs of a head")
+
+    def for_length(self, max_length: int) -> "ModelSpec":
+        """The same model, serving texts of up to `max_length` tokens: what hangs on that is decided."""
+        length = min(max_length, self.max_position)
+        scaling = self.rope_scaling
+        decided = scaling.for_length(length) if isinstance(scaling, LongRopeScaling) else scaling
+        return replace(self, max_position=length, rope_scaling=decided)
+
+
+def _divisor_counts(scaling: RopeScaling | None) -> tuple[int, ...]:
+    if isinstance(scaling, LongRopeScaling):
+        return len(scaling.short), len(scaling.long)
+    return (len(scaling.divisors),) if isinstance(scaling, DivisorScaling) else ()

@@ -49,7 +49,7 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
     """Read the weights, allocate the KV cache, try both. Sets the process's torch threads. Raises CheckpointError."""
     _prepare_process(config.num_threads)
     progress(LoadPhase.CHECKPOINT, 0.0)
-    checkpoint = open_checkpoint(config.model.path)
+    checkpoint = _open_for_length(config)
     spec = checkpoint.config
     progress(LoadPhase.KERNELS, 0.0)
     device = open_device(config)
@@ -108,6 +108,11 @@ def refit(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
     max_model_len = _max_model_len(config, loaded.spec, cache)
     runner = _new_runner(config, loaded.model, cache, loaded.device, max_model_len, loaded.guided)
     return replace(loaded, runner=runner, cache=cache, max_model_len=max_model_len)
+
+
+def _open_for_length(config: WorkerConfig) -> Checkpoint:
+    checkpoint = open_checkpoint(config.model.path)
+    return replace(checkpoint, config=checkpoint.config.for_length(_max_len(config, checkpoint.config)))
 
 
 def _open_masks(checkpoint: Checkpoint) -> Masks:

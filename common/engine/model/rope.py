@@ -1,24 +1,61 @@
-"""The table of RoPE angles, with Llama 3.1's frequency scaling."""
+"""The table of RoPE angles, for each kind of scaling that `common.checkpoint.rope` names."""
 
 import math
+from typing import assert_never
 
 import torch
 
-from common.checkpoint.layers import Rope, RopeScaling
+from common.checkpoint.rope import (
+    DivisorScaling,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    YarnScaling,
+)
 
 
 def cos_sin_table(rope: Rope, head_dim: int, max_position: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """[max_position, head_dim] float32: cos in the first half of the last axis, sin in the second."""
+    """[max_position, head_dim] float32: cos in the first half of the last axis, sin in the second, each times what
+    the scaling multiplies q and k with."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    frequencies = rope.theta**-exponents  # [head_dim / 2]
-    if rope.scaling is not None:
-        frequencies = _scale(frequencies, rope.scaling)
     positions = torch.arange(max_position, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    scaling = rope.scaling
+    if isinstance(scaling, LongRopeScaling):
+        scaling = scaling.for_length(max_position)
+    if isinstance(scaling, DynamicScaling):
+        bases = rope.theta * _growth(scaling, positions + 1) ** (head_dim / (head_dim - 2))
+        angles = positions[:, None] * bases[:, None] ** -exponents
+    else:
+        angles = torch.outer(positions, _scaled(rope.theta, exponents, scaling))
+    amplitude = scaling.amplitude if isinstance(scaling, YarnScaling | DivisorScaling) else 1.0
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(amplitude)
 
 
-def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def _scaled(
+    theta: float,
+    exponents: torch.Tensor,
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | DivisorScaling | None,
+) -> torch.Tensor:
+    """The frequency of each pair, [head_dim / 2]."""
+    frequencies = theta**-exponents
+    match scaling:
+        case None:
+            return frequencies
+        case LinearScaling():
+            return frequencies / scaling.factor
+        case DivisorScaling():
+            return frequencies / torch.tensor(scaling.divisors, device=frequencies.device)
+        case Llama3Scaling():
+            return _llama3(frequencies, scaling)
+        case YarnScaling():
+            return _yarn(theta, frequencies, scaling)
+        case _:
+            assert_never(scaling)
+
+
+def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     """Wavelengths that fit `high_freq_factor` times into the original context stay; those that fit fewer than
     `low_freq_factor` times are stretched by `factor`; between the two it is interpolated linearly.
     """
@@ -26,3 +63,23 @@ def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     kept = (num_turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
     return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def _yarn(theta: float, frequencies: torch.Tensor, scaling: YarnScaling) -> torch.Tensor:
+    num_pairs = frequencies.shape[0]
+    first, last = (
+        num_pairs * math.log(scaling.original_max_position / (2 * math.pi * num_turns)) / math.log(theta)
+        for num_turns in (scaling.beta_fast, scaling.beta_slow)
+    )
+    if scaling.is_truncated:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+    pairs = torch.arange(num_pairs, dtype=torch.float32, device=frequencies.device)
+    interpolated = ((pairs - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+    return frequencies * (interpolated / scaling.factor + (1 - interpolated))
+
+
+def _growth(scaling: DynamicScaling, lengths: torch.Tensor) -> torch.Tensor:
+    """By what the base is multiplied for texts of so many tokens, but for the exponent."""
+    stretched = lengths.clamp(min=scaling.original_max_position) / scaling.original_max_position
+    return scaling.factor * stretched - (scaling.factor - 1)

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from common.checkpoint import CheckpointError, RopeScaling, open_checkpoint
+from common.checkpoint import CheckpointError, open_checkpoint
 from common.checkpoint.ggml_types import GGML_TYPES
+from common.checkpoint.rope import DivisorScaling, Llama3Scaling
 from common.engine.devices.cpu.native.build import state_of_library
 from common.engine.devices.cpu.native.dequantize import dequantize as compiled
 from common.engine.model.weights import load_tensors
-from tests.tiny_gguf import write_tiny_gguf
+from tests.tiny_gguf import rope_divisors, write_tiny_gguf
 from tests.tiny_model import TinyModel, write_tiny_model
 
 LLAMA3 = {
@@ -84,23 +85,29 @@ def test_a_renamed_part_says_what_it_must_be_called(directory: Path, tmp_path: P
 def test_llama3_scaling_is_read_from_the_frequencies_of_the_file(directory: Path, tmp_path: Path) -> None:
     edit(directory / "config.json", rope_theta=500000.0, rope_scaling=LLAMA3)
     path = write_tiny_gguf(directory, tmp_path / "m.gguf")
-    assert open_checkpoint(path).config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert open_checkpoint(path).config.rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
     assert open_checkpoint(path).config.rope_scaling == open_checkpoint(directory).config.rope_scaling
     assert same_weights(path, directory)
 
 
-def test_frequencies_of_another_scaling_are_refused(directory: Path, tmp_path: Path) -> None:
-    edit(directory / "config.json", rope_theta=500000.0, rope_scaling=LLAMA3 | {"low_freq_factor": 2.0})
+def test_frequencies_of_another_scaling_are_kept_as_they_are(directory: Path, tmp_path: Path) -> None:
+    scaling = LLAMA3 | {"low_freq_factor": 2.0}
+    edit(directory / "config.json", rope_theta=500000.0, rope_scaling=scaling)
     path = write_tiny_gguf(directory, tmp_path / "m.gguf")
-    with pytest.raises(CheckpointError, match=r"m\.gguf: rope_freqs.weight is not Llama 3.1's scaling"):
-        open_checkpoint(path)
+    divisors = tuple(rope_divisors(500000.0, 16, scaling).tolist())
+    assert open_checkpoint(path).config.rope_scaling == DivisorScaling(divisors)
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.type 'yarn': RoPE scaling is not supported"),
-        ({"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 2.0}, "scaling.type 'linear'"),
+        ({"llama__rope__scaling__type": "xpos"}, "llama.rope.scaling.type 'xpos' is not supported"),
+        ({"llama__rope__scaling__factor": -2.0}, "llama.rope.scaling.factor should be a positive number, got -2.0"),
+        ({"llama__rope__scaling__type": "longrope"}, "'longrope' without rope_factors_long.weight and rope_factors_s"),
+        (
+            {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_ext_factor": 0.5},
+            "'yarn' with yarn_ext_factor is not supported",
+        ),
         ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count differs from the head's size"),
         ({"llama__attention__sliding_window": 512}, "llama.attention.sliding_window is not supported"),
         ({"llama__expert_count": 8}, "llama.expert_count is not supported"),

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint import CheckpointError, RopeScaling
+from common.checkpoint import CheckpointError
 from common.checkpoint.families import layers_of
 from common.checkpoint.hf_config import parse_config
+from common.checkpoint.rope import Llama3Scaling
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,7 +38,7 @@ def test_absent_fields_take_hugging_faces_defaults() -> None:
 def test_llama3_scaling_is_read_from_old_and_new_configs(where: str) -> None:
     spec = parse_config(CONFIG | {where: LLAMA3 | {"rope_theta": 500000.0}, "rope_theta": 500000.0})
     assert spec.rope_theta == 500000.0
-    assert spec.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert spec.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
 
 
 def test_plain_rope_parameters_carry_theta() -> None:
@@ -73,7 +74,7 @@ def test_architectures_differ_in_bias_and_head_norm(architecture: str, has_bias:
         {"attention_bias": True},
         {"mlp_bias": True},
         {"hidden_act": "gelu"},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "xpos", "factor": 4.0}},
         {"num_hidden_layers": "3"},
         {"vocab_size": None},
         {"num_key_value_heads": 4},

@@ -115,7 +115,7 @@ def _windows_of(config: Any) -> tuple[int, ...]:
             {"rope_scaling": {"rope_type": "llama3"}},
             "factor should be a positive number, got None",
         ),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
+        ({"rope_scaling": {"rope_type": "xpos", "factor": 2.0}}, "rope type 'xpos' is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type is not supported"),
         ({"rope_scaling": "llama3"}, "rope_parameters='llama3'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
@@ -129,7 +129,7 @@ def _windows_of(config: Any) -> tuple[int, ...]:
         (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern should be a positive integer, got 0"),
         (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
         (GEMMA3 | {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported"),
-        (GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope type 'linear' is not supported"),
+        (GEMMA3 | {"rope_scaling": {"rope_type": "xpos", "factor": 8.0}}, "rope type 'xpos' is not supported"),
     ],
 )
 def test_a_field_that_is_null_missing_or_unsupported_is_named(

@@ -1,5 +1,6 @@
 """From configuration to a loaded model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,20 @@ def test_copies_of_a_model_pair_and_every_difference_is_named(tmp_path: Path) ->
     names = [mismatch.split(":")[0] for mismatch in base.mismatches(fingerprint("d", TinyModel(num_kv_heads=4)))]
     assert names == ["kv_cache", "model"]
     assert base.mismatches(fingerprint("e", TinyModel(seed=1))) != []
+
+
+def test_workers_that_took_different_factors_of_longrope_do_not_pair(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m")
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = json.loads((path / "config.json").read_text())
+    config["rope_scaling"] = scaling | {"original_max_position_embeddings": 32}
+    (path / "config.json").write_text(json.dumps(config))
+
+    def fingerprint(max_model_len: int) -> Any:
+        return load(path, {"max_model_len": max_model_len}, num_blocks=2).fingerprint
+
+    assert [one.split(":")[0] for one in fingerprint(32).mismatches(fingerprint(33))] == ["rope_scaling"]
+    assert fingerprint(33).mismatches(fingerprint(64)) == []
 
 
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
