@@ -89,5 +89,8 @@ def _load(model_path: str, dtype: str) -> ReferenceModel:
         "rope_theta": spec.rope_theta,
         "tie_word_embeddings": spec.tie_embeddings,
     }
+    if spec.experts is not None:
+        routing = spec.experts.routing
+        config |= {"num_experts_per_tok": routing.num_active, "norm_topk_prob": routing.is_normalized}
     assert spec.rope_scaling is None, "the oracle has no use for scaled RoPE yet"
     return ReferenceModel(config, dict(load_tensors(checkpoint, getattr(torch, dtype))))

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 Tensors = dict[str, torch.Tensor]
+# Where experts lie under a layer, and the names of an expert's gate, up and down.
+EXPERT_NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 
 
 class ReferenceModel:
@@ -63,11 +65,12 @@ class ReferenceModel:
 
     def _attention(self, x: torch.Tensor, prefix: str, past: Tensors, start: int) -> torch.Tensor:
         q, k, v = (self._project(x, f"{prefix}.self_attn.{n}_proj") for n in "qkv")
-        if self._is_olmo2:  # over all heads at once
+        is_full = self.config.get("model_type") in ("olmo2", "olmoe")
+        if is_full:  # over all heads at once
             q, k = self._norm(q, f"{prefix}.self_attn.q_norm"), self._norm(k, f"{prefix}.self_attn.k_norm")
         # [heads, num_tokens, head_dim]
         q, k, v = (y.view(len(x), -1, self.head_dim).transpose(0, 1) for y in (q, k, v))
-        if f"{prefix}.self_attn.q_norm.weight" in self.tensors and not self._is_olmo2:
+        if f"{prefix}.self_attn.q_norm.weight" in self.tensors and not is_full:
             q, k = self._norm(q, f"{prefix}.self_attn.q_norm"), self._norm(k, f"{prefix}.self_attn.k_norm")
         q, k = self._rope(q, start), self._rope(k, start)
         if past:
@@ -88,10 +91,30 @@ class ReferenceModel:
         return self.config["sliding_window"] if kinds and kinds[layer_idx] == "sliding_attention" else None
 
     def _mlp(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
-        gate = self._project(x, f"{prefix}.mlp.gate_proj")
-        return self._project(
-            gate * gate.sigmoid() * self._project(x, f"{prefix}.mlp.up_proj"), f"{prefix}.mlp.down_proj"
-        )
+        for where, parts in EXPERT_NAMES.items():
+            if f"{prefix}.{where}.gate.weight" in self.tensors:
+                return self._experts(x, f"{prefix}.{where}", parts)
+        return self._gated(x, *(f"{prefix}.mlp.{part}_proj" for part in ("gate", "up", "down")))
+
+    def _gated(self, x: torch.Tensor, gate_name: str, up_name: str, down_name: str) -> torch.Tensor:
+        gate = self._project(x, gate_name)
+        return self._project(gate * gate.sigmoid() * self._project(x, up_name), down_name)
+
+    def _experts(self, x: torch.Tensor, prefix: str, parts: tuple[str, ...]) -> torch.Tensor:
+        """Row by row: the few experts with the greatest probabilities (Shazeer et al. 2017; Mixtral normalizes)."""
+        probabilities = self._project(x, f"{prefix}.gate").softmax(-1)
+        is_normalized = self.config.get("norm_topk_prob", False) or "w1" in parts
+        out = torch.zeros_like(x)
+        for row, of_row in enumerate(probabilities):
+            chosen = of_row.argsort(descending=True)[: self.config["num_experts_per_tok"]].tolist()
+            total = sum(of_row[expert] for expert in chosen) if is_normalized else 1.0
+            for expert in chosen:
+                names = (f"{prefix}.experts.{expert}.{part}" for part in parts)
+                out[row] += of_row[expert] / total * self._gated(x[row : row + 1], *names)[0]
+        if f"{prefix}.shared_expert_gate.weight" in self.tensors:
+            shared = self._gated(x, *(f"{prefix}.shared_expert.{part}" for part in parts))
+            out += self._project(x, f"{prefix}.shared_expert_gate").sigmoid() * shared
+        return out
 
     def _rope(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """Every pair (i, i + head_dim / 2) as a complex number, turned by position * frequency."""

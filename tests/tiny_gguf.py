@@ -1,6 +1,7 @@
 """Writes the tiny model of `tests.tiny_model` as a GGUF file, the way llama.cpp's converter would."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +29,17 @@ GEMMA_LAYER_NAMES = LAYER_NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+ARCHITECTURES = {
+    **{"gemma3_text": "gemma3", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"},
+}
+LAYER_NAMES |= {
+    **{"mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp"},
+    **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+# Part of an expert -> the stack of all of them.
+STACKS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.\d+\.(\w+)\.weight")
 TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -47,7 +59,7 @@ def write_tiny_gguf(
     `tensors_per_part` the model is split, and the first part is returned.
     """
     config = json.loads((source / "config.json").read_text())
-    architecture = config["model_type"].removesuffix("_text")
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(target, architecture, split_max_tensors=tensors_per_part)
     _add_shape(writer, config)
     _add_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
@@ -57,7 +69,8 @@ def write_tiny_gguf(
         add.get(type(value), writer.add_string)(name.replace("__", "."), value)
     if scaling := config.get("rope_scaling"):
         _add_rope(writer, config, scaling)
-    for name, tensor in load_file(source / "model.safetensors").items():
+    tensors = _with_stacks(load_file(source / "model.safetensors"))
+    for name, tensor in tensors.items():
         raw = next((value for part, value in replaced.items() if part in name), None)
         if raw is not None:
             writer.add_tensor(_gguf_name(name, LAYER_NAMES), raw[0], raw_dtype=raw[1])
@@ -69,6 +82,18 @@ def write_tiny_gguf(
     writer.close()
     parts = sorted(target.parent.glob(f"{target.stem}-00001-of-*.gguf"))
     return parts[0] if tensors_per_part else target
+
+
+def _with_stacks(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts of a layer as one tensor for each part, under the name that it has in GGUF."""
+    stacks: dict[str, list[np.ndarray]] = {}
+    plain = {}
+    for name, tensor in tensors.items():
+        if found := EXPERT.fullmatch(name):
+            stacks.setdefault(f"blk.{found[1]}.ffn_{STACKS[found[2]]}_exps.weight", []).append(tensor)
+        else:
+            plain[name] = tensor[0] if name.endswith("shared_expert_gate.weight") else tensor
+    return plain | {name: np.stack(parts) for name, parts in stacks.items()}
 
 
 def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any], scaling: dict[str, Any]) -> None:
@@ -117,6 +142,12 @@ def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_key_length(config["head_dim"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("num_experts"):
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+        if config["model_type"] in ("qwen2_moe", "qwen3_moe"):
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config["model_type"] == "gemma3_text":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_sliding_window_pattern(config["sliding_window_pattern"])
@@ -144,7 +175,7 @@ def _add_tensor(
 ) -> None:
     stem = name.rpartition(".")[0]
     num_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    if config["model_type"] == "llama" and stem.split(".")[-1] in num_heads:
+    if config["model_type"] in ("llama", "mixtral") and stem.split(".")[-1] in num_heads:
         tensor = _permute(tensor, num_heads[stem.split(".")[-1]])
     is_gemma = config["model_type"] == "gemma3_text"
     has_post_norms = is_gemma or config["model_type"] == "olmo2"
@@ -159,6 +190,8 @@ def _add_tensor(
 
 def _gguf_name(name: str, layer_names: Mapping[str, str]) -> str:
     stem, kind = name.rsplit(".", 1)
+    if stem.startswith("blk."):
+        return name
     if not stem.startswith("model.layers."):
         return f"{TOP_NAMES[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)

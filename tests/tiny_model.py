@@ -5,6 +5,7 @@ greedy output does not hang on rounding. Every architecture that `common.engine.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,29 @@ GEMMA3_FIELDS = {
 }
 
 
+CLASSES = {
+    **{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "gemma3": "Gemma3"},
+    **{"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"},
+}
+# Where the experts lie, the router and the names of an expert's gate, up and down.
+_QWEN_PARTS = ("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+EXPERT_PARTS = {
+    "mixtral": ("block_sparse_moe", "gate", "w1", "w3", "w2"),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_PARTS),
+}
+NUM_EXPERTS, NUM_ACTIVE, EXPERT_SIZE, SHARED_SIZE = 8, 3, 32, 96
+EXPERT_FIELDS = {
+    **{"num_experts": NUM_EXPERTS, "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_ACTIVE},
+    **{"moe_intermediate_size": EXPERT_SIZE, "shared_expert_intermediate_size": SHARED_SIZE},
+    **{"decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": None},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TinyModel:
     """What to write. `head_dim` is 16 and GQA has two query heads per KV head."""
 
-    architecture: str = "llama"  # llama, qwen2, qwen3, olmo2, gemma3
+    architecture: str = "llama"  # a key of CLASSES
     num_layers: int = 2
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -83,11 +102,10 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _config(model: TinyModel) -> dict[str, Any]:
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "gemma3": "Gemma3"}[
-        model.architecture
-    ]
-    return (GEMMA3_FIELDS if model.architecture == "gemma3" else {}) | {
-        "architectures": [f"{name}ForCausalLM"],
+    normalized = {"norm_topk_prob": model.architecture == "qwen3_moe"}
+    extra = EXPERT_FIELDS | normalized if model.architecture in EXPERT_PARTS else {}
+    return (GEMMA3_FIELDS if model.architecture == "gemma3" else extra) | {
+        "architectures": [f"{CLASSES[model.architecture]}ForCausalLM"],
         "model_type": "gemma3_text" if model.architecture == "gemma3" else model.architecture,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -132,21 +150,54 @@ def _tensors(model: TinyModel) -> dict[str, torch.Tensor]:
             f"{prefix}.mlp.up_proj.weight": linear(model.intermediate_size, hidden, gain=1.5),
             f"{prefix}.mlp.down_proj.weight": linear(hidden, model.intermediate_size, gain=1.5),
         }
-        if model.architecture == "qwen2":
-            sizes = {"q": q_size, "k": kv_size, "v": kv_size}
-            tensors |= {f"{prefix}.self_attn.{n}_proj.bias": randn(size, std=0.5) for n, size in sizes.items()}
-        if model.architecture == "gemma3":
-            places = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-            tensors |= {f"{prefix}.{place}_layernorm.weight": randn(hidden, std=0.1) for place in places}
-            tensors |= {f"{prefix}.self_attn.{n}_norm.weight": randn(model.head_dim, std=0.1) for n in "qk"}
-        if model.architecture == "olmo2":
-            tensors[f"{prefix}.post_feedforward_layernorm.weight"] = tensors.pop(f"{prefix}.input_layernorm.weight")
-            sizes = {"q": q_size, "k": kv_size}
-            tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(size, std=0.1) for n, size in sizes.items()}
-        if model.architecture == "qwen3":
-            tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(model.head_dim, std=0.1) for n in "qk"}
+        if model.architecture in EXPERT_PARTS:
+            for part in ("gate", "up", "down"):
+                del tensors[f"{prefix}.mlp.{part}_proj.weight"]
+            tensors |= _experts(model, prefix, linear)
+        _change(model, prefix, randn, tensors)
     # the weights of Gemma's norms stand for what is added to one
     tensors["model.norm.weight"] = randn(hidden, std=0.1) + (0 if model.architecture == "gemma3" else 1)
     if not model.tie_embeddings:
         tensors["lm_head.weight"] = linear(model.vocab_size, hidden, gain=3.0)
+    return tensors
+
+
+def _change(
+    model: TinyModel, prefix: str, randn: Callable[..., torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> None:
+    """What the architecture has besides, or elsewhere, than a plain layer."""
+    hidden, q_size, kv_size = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    if model.architecture in ("qwen2", "qwen2_moe"):
+        sizes = {"q": q_size, "k": kv_size, "v": kv_size}
+        tensors |= {f"{prefix}.self_attn.{n}_proj.bias": randn(size, std=0.5) for n, size in sizes.items()}
+    if model.architecture == "gemma3":
+        places = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        tensors |= {f"{prefix}.{place}_layernorm.weight": randn(hidden, std=0.1) for place in places}
+        tensors |= {f"{prefix}.self_attn.{n}_norm.weight": randn(model.head_dim, std=0.1) for n in "qk"}
+    if model.architecture == "olmoe":
+        sizes = {"q": q_size, "k": kv_size}
+        tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(size, std=0.1) for n, size in sizes.items()}
+    if model.architecture == "olmo2":
+        tensors[f"{prefix}.post_feedforward_layernorm.weight"] = tensors.pop(f"{prefix}.input_layernorm.weight")
+        sizes = {"q": q_size, "k": kv_size}
+        tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(size, std=0.1) for n, size in sizes.items()}
+    if model.architecture in ("qwen3", "qwen3_moe"):
+        tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(model.head_dim, std=0.1) for n in "qk"}
+
+
+def _experts(model: TinyModel, prefix: str, linear: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One tensor for each expert and part, as the models were published."""
+    where, router, gate, up, down = EXPERT_PARTS[model.architecture]
+    is_wide = model.architecture in ("mixtral", "olmoe")  # their experts have the size that others' one MLP has
+    hidden, inner = model.hidden_size, model.intermediate_size if is_wide else EXPERT_SIZE
+    tensors = {f"{prefix}.{where}.{router}.weight": linear(NUM_EXPERTS, hidden, gain=2.0)}
+    for expert in range(NUM_EXPERTS):
+        of_expert = f"{prefix}.{where}.experts.{expert}"
+        tensors |= {f"{of_expert}.{part}.weight": linear(inner, hidden, gain=1.5) for part in (gate, up)}
+        tensors[f"{of_expert}.{down}.weight"] = linear(hidden, inner, gain=1.5)
+    if model.architecture == "qwen2_moe":
+        shared = f"{prefix}.mlp.shared_expert"
+        tensors |= {f"{shared}.{part}_proj.weight": linear(SHARED_SIZE, hidden, gain=1.5) for part in ("gate", "up")}
+        tensors[f"{shared}.down_proj.weight"] = linear(hidden, SHARED_SIZE, gain=1.5)
+        tensors[f"{shared}_gate.weight"] = linear(1, hidden)
     return tensors

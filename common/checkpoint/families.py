@@ -27,6 +27,29 @@ LLAMA_NAMES: Mapping[str, str] = MappingProxyType(
         "down": "mlp.down_proj",
     }
 )
+# "{}" stands for the number of an expert.
+MIXTRAL_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **LLAMA_NAMES,
+        "router": "block_sparse_moe.gate",
+        "expert_gate": "block_sparse_moe.experts.{}.w1",
+        "expert_up": "block_sparse_moe.experts.{}.w3",
+        "expert_down": "block_sparse_moe.experts.{}.w2",
+    }
+)
+QWEN_MOE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **LLAMA_NAMES,
+        "router": "mlp.gate",
+        "expert_gate": "mlp.experts.{}.gate_proj",
+        "expert_up": "mlp.experts.{}.up_proj",
+        "expert_down": "mlp.experts.{}.down_proj",
+        "shared_gate": "mlp.shared_expert.gate_proj",
+        "shared_up": "mlp.shared_expert.up_proj",
+        "shared_down": "mlp.shared_expert.down_proj",
+        "shared_weight": "mlp.shared_expert_gate",
+    }
+)
 GEMMA_NAMES: Mapping[str, str] = MappingProxyType(
     {
         **LLAMA_NAMES,
@@ -49,6 +72,14 @@ class Family:
     activation: Activation = "silu"
 
 
+def _with_qkv_bias(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, qkv_bias=True)
+
+
+def _with_head_norms(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, qk_norm="head")
+
+
 def _olmo2(layer: LayerSpec) -> LayerSpec:
     return replace(layer, norms=POST_NORMS, qk_norm="full")
 
@@ -60,8 +91,12 @@ def _gemma3(layer: LayerSpec) -> LayerSpec:
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": Family(("LlamaForCausalLM", "MistralForCausalLM"), has_permuted_gguf=True),
-        "qwen2": Family(("Qwen2ForCausalLM",), lambda layer: replace(layer, qkv_bias=True)),
-        "qwen3": Family(("Qwen3ForCausalLM",), lambda layer: replace(layer, qk_norm="head")),
+        "qwen2": Family(("Qwen2ForCausalLM",), _with_qkv_bias),
+        "qwen3": Family(("Qwen3ForCausalLM",), _with_head_norms),
+        "mixtral": Family(("MixtralForCausalLM",), names=MIXTRAL_NAMES, has_permuted_gguf=True),
+        "qwen2moe": Family(("Qwen2MoeForCausalLM",), _with_qkv_bias, QWEN_MOE_NAMES),
+        "qwen3moe": Family(("Qwen3MoeForCausalLM",), _with_head_norms, QWEN_MOE_NAMES),
+        "olmoe": Family(("OlmoeForCausalLM",), lambda layer: replace(layer, qk_norm="full"), QWEN_MOE_NAMES),
         "olmo2": Family(("Olmo2ForCausalLM",), _olmo2, GEMMA_NAMES),
         "gemma3": Family(("Gemma3ForCausalLM",), _gemma3, GEMMA_NAMES, hf_norm_offset=1.0, activation="gelu_tanh"),
     }
@@ -79,10 +114,11 @@ def layers_of(spec: ModelSpec) -> tuple[LayerSpec, ...]:
     """The model's layers, first to last."""
     family = family_of(spec)
     windows = spec.windows or (0,) * spec.num_layers
-    return tuple(family.change(_plain_layer(spec, window, family.activation)) for window in windows)
+    plain = (_plain_layer(spec, idx, window, family.activation) for idx, window in enumerate(windows))
+    return tuple(family.change(layer) for layer in plain)
 
 
-def _plain_layer(spec: ModelSpec, window: int, activation: Activation) -> LayerSpec:
+def _plain_layer(spec: ModelSpec, idx: int, window: int, activation: Activation) -> LayerSpec:
     rope = spec.window_rope if window and spec.window_rope is not None else Rope(spec.rope_theta, spec.rope_scaling)
     scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
     return LayerSpec(
@@ -95,4 +131,5 @@ def _plain_layer(spec: ModelSpec, window: int, activation: Activation) -> LayerS
         rope=rope,
         attention=AttentionOptions(scale, window, spec.attention_soft_cap),
         activation=activation,
+        experts=None if idx in spec.dense_layers else spec.experts,
     )

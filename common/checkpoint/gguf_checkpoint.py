@@ -8,8 +8,11 @@ from typing import Any
 
 from common.checkpoint.checkpoint import Checkpoint
 from common.checkpoint.digest import digest_files
+from common.checkpoint.expert_tensors import unstack_experts
 from common.checkpoint.families import FAMILIES
 from common.checkpoint.gemma3 import NUM_LAYERS_27B, gemma3_of_gguf
+from common.checkpoint.gguf_experts import NORMALIZED as EXPERT_FAMILIES
+from common.checkpoint.gguf_experts import family_of_gguf, read_gguf_experts
 from common.checkpoint.gguf_files import GgufFiles, gguf_served_name, read_gguf_files
 from common.checkpoint.gguf_rope import ROPE_TENSORS, read_gguf_rope
 from common.checkpoint.gguf_tokenizer import TEMPLATE_NAMES, build_tokenizer, read_vocabulary, tokenizer_digest
@@ -23,9 +26,11 @@ LAYER_PARTS = {
     **{"ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"},
     **{"attn_norm": "before_attention", "post_attention_norm": "after_attention"},
     **{"ffn_norm": "before_mlp", "post_ffw_norm": "after_mlp"},
+    **{"ffn_gate_inp": "router", "ffn_gate_inp_shexp": "shared_weight"},
+    **{"ffn_gate_shexp": "shared_gate", "ffn_up_shexp": "shared_up", "ffn_down_shexp": "shared_down"},
 }
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-UNSUPPORTED = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "expert_count")
+UNSUPPORTED = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -52,19 +57,20 @@ def _open(path: Path, files: GgufFiles) -> Checkpoint:
     spec = _spec(files)
     names = FAMILIES[spec.architecture].names
     found = {name: tensor for name, tensor in files.tensors.items() if name not in ROPE_TENSORS}
-    tensors = {huggingface_name(name, names): tensor for name, tensor in found.items()}
+    named = {huggingface_name(name, names): _as_matrix(tensor) for name, tensor in found.items()}
+    tensors = unstack_experts(spec, named)
     check_tensors(path, spec, tensors)
     vocabulary = read_vocabulary(metadata)
     if len(vocabulary.tokens) > spec.vocab_size:
         raise CheckpointError(f"{len(vocabulary.tokens)} tokens do not fit embeddings for {spec.vocab_size}")
-    named = {each: token for name, each in TEMPLATE_NAMES.items() if (token := vocabulary.token(name)) is not None}
+    special = {each: token for name, each in TEMPLATE_NAMES.items() if (token := vocabulary.token(name)) is not None}
     return Checkpoint(
         path=path,
         format="gguf",
         config=spec,
         tensors=tensors,
         chat_template=_chat_template(metadata),
-        special_tokens=named,
+        special_tokens=special,
         bos_token_id=vocabulary.special_ids.get("bos"),
         eos_token_ids=vocabulary.eos_token_ids(),
         generation_defaults={},
@@ -73,6 +79,12 @@ def _open(path: Path, files: GgufFiles) -> Checkpoint:
         served_name=gguf_served_name(path),
         build_tokenizer=partial(build_tokenizer, metadata),
     )
+
+
+def _as_matrix(tensor: StoredTensor) -> StoredTensor:
+    """The one row of a gate of a shared MLP is stored as a vector."""
+    is_row = tensor.name.endswith("ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1
+    return replace(tensor, shape=(1, *tensor.shape)) if is_row else tensor
 
 
 def _table(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> bytes:
@@ -88,9 +100,12 @@ def _chat_template(metadata: Mapping[str, Any]) -> str | None:
 
 
 def _spec(files: GgufFiles) -> ModelSpec:
-    architecture = files.metadata.get("general.architecture", "none")
-    if architecture not in FAMILIES:
-        raise CheckpointError(f"architecture {architecture!r} is not one of {', '.join(FAMILIES)}")
+    family = family_of_gguf(files.metadata)
+    if family not in FAMILIES:
+        raise CheckpointError(f"architecture {family!r} is not one of {', '.join(FAMILIES)}")
+    architecture = files.metadata["general.architecture"]
+    if family not in EXPERT_FAMILIES and files.metadata.get(f"{architecture}.expert_count"):
+        raise CheckpointError(f"{architecture}.expert_count is not supported for this architecture")
     for name in UNSUPPORTED:
         is_read = architecture == "gemma3" and name == "attention.sliding_window"
         if files.metadata.get(f"{architecture}.{name}") and not is_read:
@@ -98,10 +113,10 @@ def _spec(files: GgufFiles) -> ModelSpec:
     for name in ("token_embd.weight", "output_norm.weight"):
         if name not in files.tensors:
             raise CheckpointError(f"weight {name} is missing")
-    return _spec_of(architecture, files)
+    return _spec_of(family, architecture, files)
 
 
-def _spec_of(architecture: str, files: GgufFiles) -> ModelSpec:
+def _spec_of(family: str, architecture: str, files: GgufFiles) -> ModelSpec:
     def integer(name: str, absent: int | None = None) -> int:
         return _integer(files.metadata, f"{architecture}.{name}", absent)
 
@@ -115,19 +130,20 @@ def _spec_of(architecture: str, files: GgufFiles) -> ModelSpec:
         raise CheckpointError(f"{architecture}.attention.layer_norm_rms_epsilon should be a number, got {epsilon!r}")
     num_layers = integer("block_count")
     spec = ModelSpec(
-        architecture=architecture,
+        architecture=family,
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        intermediate_size=integer("feed_forward_length"),
+        intermediate_size=integer("feed_forward_length", 1 if family in EXPERT_FAMILIES else None),
         vocab_size=files.tensors["token_embd.weight"].shape[0],
         max_position=integer("context_length"),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         rms_norm_eps=epsilon,
         tie_embeddings="output.weight" not in files.tensors,
+        experts=read_gguf_experts(files.metadata, family),
     )
     if architecture != "gemma3":
         return spec

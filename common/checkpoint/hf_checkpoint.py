@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from common.checkpoint.checkpoint import Checkpoint, GenerationDefaults
 from common.checkpoint.digest import digest_files
+from common.checkpoint.expert_tensors import unstack_experts
 from common.checkpoint.hf_config import parse_config
 from common.checkpoint.hf_tokenizer import read_chat_template, read_special_tokens, read_tokenizer
 from common.checkpoint.model_files import read_json
@@ -72,7 +73,8 @@ def _refuse_other_directories(path: Path) -> None:
 def _model(path: Path, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, StoredTensor]]:
     """The shape and the tensors to read. A head that a configuration calls tied and that differs is read, as
     transformers does."""
-    spec, tensors = parse_config(config), stored_tensors(path)
+    spec = parse_config(config)
+    tensors = unstack_experts(spec, stored_tensors(path))
     if spec.tie_embeddings and HEAD in tensors:
         if EMBEDDING in tensors and have_equal_bytes(tensors[EMBEDDING], tensors[HEAD]):
             del tensors[HEAD]

@@ -7,6 +7,7 @@ from typing import Any
 from common.checkpoint.families import FAMILIES
 from common.checkpoint.gemma3 import gemma3_of_config
 from common.checkpoint.hf_attention import layer_windows
+from common.checkpoint.hf_experts import read_experts
 from common.checkpoint.hf_rope import read_rope
 from common.checkpoint.rope import DynamicScaling, Rope
 from common.checkpoint.spec import CheckpointError, ModelSpec
@@ -19,6 +20,20 @@ ABSENT: Mapping[str, Config] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
     "Qwen2ForCausalLM": _QWEN,
     "Qwen3ForCausalLM": {**_QWEN, "head_dim": 128},
+    "MixtralForCausalLM": {
+        **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": None},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2},
+    },
+    "Qwen2MoeForCausalLM": {
+        **{"num_key_value_heads": 16, "sliding_window": 4096, "max_window_layers": 28, "decoder_sparse_step": 1},
+        **{"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+        **{"num_experts_per_tok": 4, "num_experts": 60},
+    },
+    "Qwen3MoeForCausalLM": {
+        **{"num_key_value_heads": 4, "sliding_window": 4096, "decoder_sparse_step": 1},
+        **{"moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},
+    },
+    "OlmoeForCausalLM": {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64},
     "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
     "Gemma3ForCausalLM": {
         **{"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096},
@@ -54,6 +69,7 @@ def parse_config(config: Config) -> ModelSpec:
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         windows=() if gemma3 is not None else layer_windows(config, num_layers),
         attention_soft_cap=float(config.get("attn_logit_softcapping") or 0.0),
+        **read_experts(architecture, config, num_layers),
     )
     return spec if gemma3 is None else replace(spec, **gemma3[1])
 

@@ -1,7 +1,8 @@
 """A decoder layer as a value: what it computes, without its weights. Pure: no IO, no torch.
 
-Every layer is attention, then a gated MLP, each added to what came in. Layers differ in the fields below. A device
-reads them to decide what it computes in one compiled call; all others are computed one operator after another.
+Every layer is attention, then a gated MLP or several of which a router chooses, each added to what came in. Layers
+differ in the fields below. A device reads them to decide what it computes in one compiled call; all others are
+computed one operator after another.
 """
 
 from dataclasses import dataclass
@@ -36,6 +37,34 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts a token goes through and how much each counts, by the router's logits, one for each expert.
+
+    With softmax, dividing the weights of the chosen by their sum is the softmax over the chosen logits alone.
+    """
+
+    num_experts: int
+    num_active: int  # experts of each token
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits, in float32
+    is_normalized: bool = False  # the weights of the chosen are divided by their sum
+    scale: float = 1.0  # multiplies the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """In place of one MLP: several, of which each token goes through a few, and one for all tokens beside them."""
+
+    routing: Routing
+    intermediate_size: int  # of each expert
+    shared_size: int = 0  # of the MLP for all tokens; 0 = there is none
+    has_shared_gate: bool = False  # its result is multiplied by the sigmoid of one more logit
+
+    @property
+    def is_shared(self) -> bool:
+        return self.shared_size > 0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer."""
 
@@ -51,6 +80,7 @@ class LayerSpec:
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     activation: Activation = "silu"
+    experts: Experts | None = None  # None = the one MLP
 
     @property
     def q_size(self) -> int:
@@ -63,16 +93,29 @@ class LayerSpec:
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
         """The shape of each part's weight. A bias, where there is one, has the weight's first dimension."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        return {
+        hidden = self.hidden_size
+        attention = {
             "q": (self.q_size, hidden),
             "k": (self.kv_size, hidden),
             "v": (self.kv_size, hidden),
             "output": (hidden, self.q_size),
-            "gate": (inner, hidden),
-            "up": (inner, hidden),
-            "down": (hidden, inner),
-        } | self.norm_weights
+        }
+        return attention | self._mlp_weights | self.norm_weights
+
+    @property
+    def _mlp_weights(self) -> dict[str, tuple[int, ...]]:
+        hidden, experts = self.hidden_size, self.experts
+        if experts is None:
+            return _gated_mlp("", hidden, self.intermediate_size)
+        router = {"router": (experts.routing.num_experts, hidden)}
+        shared = _gated_mlp("shared_", hidden, experts.shared_size) if experts.is_shared else {}
+        return router | shared | ({"shared_weight": (1, hidden)} if experts.has_shared_gate else {})
+
+    @property
+    def expert_weights(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each part of one expert, which `weights` does not hold; {} without experts."""
+        inner = self.experts.intermediate_size if self.experts is not None else 0
+        return _gated_mlp("expert_", self.hidden_size, inner) if inner else {}
 
     @property
     def norm_weights(self) -> dict[str, tuple[int, ...]]:
@@ -86,3 +129,7 @@ class LayerSpec:
     def biases(self) -> tuple[str, ...]:
         """The parts that have a bias."""
         return ("q", "k", "v") if self.qkv_bias else ()
+
+
+def _gated_mlp(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}gate": (inner, hidden), f"{prefix}up": (inner, hidden), f"{prefix}down": (hidden, inner)}

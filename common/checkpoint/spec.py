@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from common.checkpoint.layers import Experts
 from common.checkpoint.rope import DivisorScaling, LongRopeScaling, Rope, RopeScaling
 
 
@@ -31,6 +32,8 @@ class ModelSpec:
     window_rope: Rope | None = None  # of the layers with a window; None = that of all
     attention_scale: float | None = None  # of the scores; None = head_dim ** -0.5
     embedding_scale: float = 1.0
+    experts: Experts | None = None
+    dense_layers: frozenset[int] = frozenset()  # those that have the one MLP nevertheless
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:

@@ -70,5 +70,8 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for idx, layer in enumerate(layers_of(spec)):
         prefix = f"model.layers.{idx}"
         shapes |= {f"{prefix}.{names[part]}.weight": shape for part, shape in layer.weights.items()}
+        num_experts = layer.experts.routing.num_experts if layer.experts is not None else 0
+        for expert in range(num_experts):
+            shapes |= {f"{prefix}.{names[p].format(expert)}.weight": s for p, s in layer.expert_weights.items()}
         shapes |= {f"{prefix}.{names[part]}.bias": layer.weights[part][:1] for part in layer.biases}
     return shapes

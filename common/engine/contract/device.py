@@ -1,15 +1,15 @@
 """Everything that differs between a CPU and a GPU: `Device`, one object per device, made once.
 
-Also the forms in which a model's weights meet it: `Linear`, `Layer` and `Tail`.
+Also the forms in which a model's weights meet it: `Linear`, `Mlp`, `ExpertMlp`, `Layer` and `Tail`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from common.checkpoint.layers import LayerSpec
+from common.checkpoint.layers import Activation, Experts, LayerSpec
 from common.engine.contract.attention import AttentionBackend, AttentionBatch, LayerKV
 from common.engine.contract.draws import DrawCandidates
 from common.engine.contract.elementwise import Elementwise
@@ -33,6 +33,34 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Mlp:
+    """down(activation(gate(x)) * up(x))"""
+
+    gate_up: Linear  # gate first
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedMlp:
+    """The MLPs of a layer's experts, as the device that made it laid them out."""
+
+    # rows [num_rows, hidden_size], expert_ids [num_rows, num_active] int64, their weights, float32 of the same shape
+    # -> [num_rows, hidden_size]: the weighted sum of what a row's experts make of it
+    apply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    packed: Any = None  # the device's own form of all weights, which its `compile` reads; None = it has none
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertMlp:
+    """A router, the experts that it chooses from, and the MLP for all tokens, where there is one."""
+
+    router: Linear  # [hidden_size] -> a logit for each expert
+    experts: GroupedMlp
+    shared: Mlp | None = None
+    shared_weight: Linear | None = None  # [hidden_size] -> the logit of how much the shared MLP counts; None = fully
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     """One decoder layer with its weights."""
 
@@ -41,8 +69,7 @@ class Layer:
     norms: Mapping[str, torch.Tensor]  # by the places of `spec.norms`, and "q_norm" and "k_norm"
     qkv: Linear
     output: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp | ExpertMlp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,11 +128,17 @@ class Device(Protocol):
         """What narrows draws down; None = the sampler computes the noise of whole rows."""
         ...
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_head: bool = False) -> Linear:
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, min_bits: int = 4) -> Linear:
         """Lay out a weight [out_features, in_features]. Raises CheckpointError where it cannot have the bits asked for.
 
-        `is_head`: its result is float32 logits, which bear fewer bits badly.
+        `min_bits`: what bears fewer bits badly keeps at least so many, whatever the quantization.
         """
+        ...
+
+    def grouped_mlp(
+        self, experts: Experts, activation: Activation, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> GroupedMlp:
+        """Lay out one MLP after another: gate and up [2 * size, hidden_size], gate first, and down."""
         ...
 
     def compile(self, layers: Sequence[Layer], tail: Tail) -> Mapping[int, CompiledRun]:

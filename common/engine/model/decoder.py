@@ -14,6 +14,8 @@ from common.engine.model.layers import attend, finish, read_layer, write_kv
 from common.engine.model.rope import cos_sin_table
 from common.engine.model.weights import Weights
 
+HEAD_BITS = 8  # logits are no place to save bits
+
 
 class Decoder:
     """Immutable once built. One step at a time: the device may keep state of a step.
@@ -121,5 +123,5 @@ def build_decoder(spec: ModelSpec, weights: Weights, device: Device) -> Decoder:
     norm = weights.take("model.norm.weight", (spec.hidden_size,))
     head = embedding if spec.tie_embeddings else weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
     weights.check_all_taken()
-    tail = Tail(norm, spec.rms_norm_eps, device.linear(head, is_head=True))
+    tail = Tail(norm, spec.rms_norm_eps, device.linear(head, min_bits=HEAD_BITS))
     return Decoder(embedding, layers, tail, device, spec.embedding_scale)

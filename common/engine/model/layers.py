@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from common.checkpoint.layers import LayerSpec
+from common.checkpoint.layers import Experts, LayerSpec
 from common.engine.contract.attention import AttentionBatch, LayerKV
-from common.engine.contract.device import Device, Layer, Linear
+from common.engine.contract.device import Device, ExpertMlp, GroupedMlp, Layer, Linear, Mlp
+from common.engine.model.experts import expert_mlp
 from common.engine.model.weights import Weights
 
 
@@ -37,9 +38,16 @@ def finish(layer: Layer, device: Device, attended: torch.Tensor, hidden: torch.T
         normed, hidden = ops.add_rms_norm(added, hidden, layer.norms["before_mlp"], spec.norm_eps)
     else:
         normed = hidden = added + hidden
-    gate_up = layer.gate_up(normed)
-    inner = ops.silu_mul(gate_up) if spec.activation == "silu" else _gelu_mul(gate_up)
-    return hidden.add_(_norm(layer, device, layer.down(inner), "after_mlp"))
+    return hidden.add_(_norm(layer, device, _mlp(layer, device, normed), "after_mlp"))
+
+
+def _mlp(layer: Layer, device: Device, x: torch.Tensor) -> torch.Tensor:
+    spec, mlp = layer.spec, layer.mlp
+    if isinstance(mlp, ExpertMlp):
+        assert spec.experts is not None
+        return expert_mlp(mlp, spec.experts.routing, device, x)
+    gate_up = mlp.gate_up(x)
+    return mlp.down(device.elementwise.silu_mul(gate_up) if spec.activation == "silu" else _gelu_mul(gate_up))
 
 
 def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -62,12 +70,34 @@ def read_layer(
     def take(part: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
         return weights.take(f"{prefix}.{names[part]}.{kind}", shape)
 
-    def product(*parts: str) -> Linear:
+    def product(*parts: str, min_bits: int = 4) -> Linear:
         """Several projections of the same input as one; its output holds them in the order given."""
         biases = [take(part, "bias", spec.weights[part][:1]) for part in parts if part in spec.biases]
         return device.linear(
             torch.cat([take(part, "weight", spec.weights[part]) for part in parts]),
             torch.cat(biases) if biases else None,
+            min_bits=min_bits,
+        )
+
+    def one_expert(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up, down = (
+            weights.take(f"{prefix}.{names[part].format(expert)}.weight", shape)
+            for part, shape in spec.expert_weights.items()
+        )
+        return torch.cat((gate, up)), down
+
+    def grouped(experts: Experts) -> GroupedMlp:
+        return device.grouped_mlp(experts, spec.activation, map(one_expert, range(experts.routing.num_experts)))
+
+    def mlp() -> Mlp | ExpertMlp:
+        experts = spec.experts
+        if experts is None:
+            return Mlp(product("gate", "up"), product("down"))
+        return ExpertMlp(
+            router=product("router", min_bits=16),
+            experts=grouped(experts),
+            shared=Mlp(product("shared_gate", "shared_up"), product("shared_down")) if experts.is_shared else None,
+            shared_weight=product("shared_weight", min_bits=16) if experts.has_shared_gate else None,
         )
 
     return Layer(
@@ -76,6 +106,5 @@ def read_layer(
         norms={name: take(name, "weight", shape) for name, shape in spec.norm_weights.items()},
         qkv=product("q", "k", "v"),
         output=product("output"),
-        gate_up=product("gate", "up"),
-        down=product("down"),
+        mlp=mlp(),
     )

@@ -3,12 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from safetensors import safe_open
 
 from common.checkpoint import Checkpoint, CheckpointError, ModelSpec
 from common.checkpoint.families import family_of
@@ -17,7 +15,7 @@ from common.checkpoint.tensors import StoredTensor
 Loader = Callable[[], torch.Tensor]
 # (kind, bytes, shape, dtype) -> a GGUF tensor's numbers; None for a format that it does not know
 Dequantize = Callable[[str, np.ndarray, tuple[int, ...], torch.dtype], torch.Tensor | None]
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Weights:
@@ -78,25 +76,29 @@ def load_tensors(
 
 
 def _loaders(checkpoint: Checkpoint, dtype: torch.dtype, dequantize: Dequantize | None) -> dict[str, Loader]:
+    # copy on write, since torch takes no memory that it may not write to
+    files = {path: np.memmap(path, mode="c", dtype=np.uint8) for path in _paths(checkpoint)}
+    numbers = partial(_numbers, dequantize, dtype)
     if checkpoint.format == "gguf":
-        # copy on write, since torch takes no memory that it may not write to
-        files = {path: np.memmap(path, mode="c", dtype=np.uint8) for path in _paths(checkpoint)}
-        numbers = partial(_numbers, dequantize, dtype)
         return {
             name: partial(_read_gguf, files[each.path], each, _num_permuted_heads(name, checkpoint.config), numbers)
             for name, each in checkpoint.tensors.items()
         }
-    readers = {path: safe_open(str(path), framework="pt") for path in _paths(checkpoint)}
     offset = family_of(checkpoint.config).hf_norm_offset
     return {
-        name: partial(_plus, readers[each.path], each.name, offset if name.endswith("norm.weight") else 0.0)
+        name: partial(_plus, files[each.path], each, numbers, offset if name.endswith("norm.weight") else 0.0)
         for name, each in checkpoint.tensors.items()
     }
 
 
-def _plus(reader: Any, name: str, offset: float) -> torch.Tensor:
-    tensor: torch.Tensor = reader.get_tensor(name)
-    return tensor.float() + offset if offset else tensor
+def _plus(
+    data: np.ndarray, tensor: StoredTensor, numbers: Callable[[StoredTensor, np.ndarray], torch.Tensor], offset: float
+) -> torch.Tensor:
+    """With an offset, the sum is of float32 numbers."""
+    raw = data[tensor.offset : tensor.offset + tensor.size_bytes]
+    if not offset:
+        return numbers(tensor, raw)
+    return _plain(tensor, raw).float() + offset
 
 
 def _paths(checkpoint: Checkpoint) -> set[Path]:
@@ -123,12 +125,17 @@ def _read_gguf(
 def _numbers(dequantize: Dequantize | None, dtype: torch.dtype, tensor: StoredTensor, raw: np.ndarray) -> torch.Tensor:
     """A new tensor, of `dtype` or of float32. `raw` may be written to."""
     if tensor.kind in PLAIN:
-        return torch.from_numpy(raw).view(PLAIN[tensor.kind]).view(tensor.shape).to(dtype, copy=True)
+        return _plain(tensor, raw).to(dtype, copy=True)
     found = dequantize(tensor.kind, raw, tensor.shape, dtype) if dequantize is not None else None
     if found is not None:
         return found
     values = gguf.dequantize(raw.reshape(*tensor.shape[:-1], -1), gguf.GGMLQuantizationType[tensor.kind])
     return torch.from_numpy(np.require(values, requirements="W")).view(tensor.shape)
+
+
+def _plain(tensor: StoredTensor, raw: np.ndarray) -> torch.Tensor:
+    """The numbers where they lie in the file."""
+    return torch.from_numpy(raw).view(PLAIN[tensor.kind]).view(tensor.shape)
 
 
 def _unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -110,7 +110,7 @@ def test_frequencies_of_another_scaling_are_kept_as_they_are(directory: Path, tm
         ),
         ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count differs from the head's size"),
         ({"llama__attention__sliding_window": 512}, "llama.attention.sliding_window is not supported"),
-        ({"llama__expert_count": 8}, "llama.expert_count is not supported"),
+        ({"llama__expert_count": 8}, "llama.expert_used_count should be a positive integer, got None"),
         ({"llama__attention__value_length": 8}, "llama.attention.value_length differs from key_length"),
         ({"llama__context_length": "long"}, "'llama.context_length' should be a positive integer, got 'long'"),
         ({"llama__attention__head_count_kv": [2, 1]}, r"head_count_kv' should be a positive integer, got \[2, 1\]"),

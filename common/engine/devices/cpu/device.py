@@ -1,13 +1,15 @@
 """The CPU as a `Device`: compiled operators where there is a compiler, torch's elsewhere."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from common.checkpoint import CheckpointError
+from common.checkpoint.layers import Activation, Experts
 from common.engine.contract.attention import LayerKV
-from common.engine.contract.device import Capture, CompiledRun, Layer, Linear, Tail
+from common.engine.contract.device import Capture, CompiledRun, GroupedMlp, Layer, Linear, Mlp, Tail
 from common.engine.contract.elementwise import Elementwise, TorchElementwise
+from common.engine.contract.experts import TorchExperts
 from common.engine.devices.cpu.attention import CpuAttention
 from common.engine.devices.cpu.compiled import compile_layers
 from common.engine.devices.cpu.linear import cpu_linear
@@ -41,11 +43,17 @@ class CpuDevice:
         """Compiles the operators at the first use on a machine. dtype auto = bfloat16 where the hardware has it."""
         return cls(cpu_dtype(dtype), native_ops(), quantization)
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_head: bool = False) -> Linear:
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, min_bits: int = 4) -> Linear:
         products = self._products
-        if products is not None and is_head:
-            products = products.for_head()
+        if products is not None and products.bits < min_bits:
+            products = products.with_bits(min_bits)
         return cpu_linear(weight, bias, products)
+
+    def grouped_mlp(
+        self, experts: Experts, activation: Activation, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> GroupedMlp:
+        mlps = [Mlp(self.linear(gate_up), self.linear(down)) for gate_up, down in weights]
+        return GroupedMlp(TorchExperts(mlps, self.elementwise.silu_mul))
 
     def compile(self, layers: Sequence[Layer], tail: Tail) -> Mapping[int, CompiledRun]:
         return compile_layers(layers, tail, self._products) if self._products is not None else {}

@@ -3,16 +3,17 @@
 Imports triton: import this module only where the triton path was chosen.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from common.checkpoint import CheckpointError
-from common.checkpoint.layers import AttentionOptions
+from common.checkpoint.layers import Activation, AttentionOptions, Experts
 from common.engine.contract.attention import AttentionBatch, LayerKV
-from common.engine.contract.device import Capture, CompiledRun, Layer, Linear, Tail
+from common.engine.contract.device import Capture, CompiledRun, GroupedMlp, Layer, Linear, Mlp, Tail
+from common.engine.contract.experts import TorchExperts
 from common.engine.devices.triton.capture import CudaCapture
 from common.engine.devices.triton.decode_attention import decode_attention
 from common.engine.devices.triton.device_draws import TritonDraws
@@ -69,9 +70,15 @@ class TritonDevice:
         self.attention = TritonAttention()
         self.elementwise = TritonElementwise()
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_head: bool = False) -> Linear:
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, min_bits: int = 4) -> Linear:
         """By torch, that is by cuBLAS."""
         return Linear(weight.shape[1], weight.shape[0], partial(F.linear, weight=weight, bias=bias))
+
+    def grouped_mlp(
+        self, experts: Experts, activation: Activation, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> GroupedMlp:
+        mlps = [Mlp(self.linear(gate_up), self.linear(down)) for gate_up, down in weights]
+        return GroupedMlp(TorchExperts(mlps, self.elementwise.silu_mul))
 
     def compile(self, layers: Sequence[Layer], tail: Tail) -> Mapping[int, CompiledRun]:
         """None: steps are recorded as a whole instead, see `new_capture`."""

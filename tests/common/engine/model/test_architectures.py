@@ -35,6 +35,10 @@ MODELS = {
     "qwen2": TinyModel(architecture="qwen2"),
     "qwen3": TinyModel(architecture="qwen3"),
     "olmo2": TinyModel(architecture="olmo2"),
+    "mixtral": TinyModel(architecture="mixtral"),
+    "qwen2_moe": TinyModel(architecture="qwen2_moe"),
+    "qwen3_moe": TinyModel(architecture="qwen3_moe"),
+    "olmoe": TinyModel(architecture="olmoe"),
 }
 
 

@@ -18,6 +18,10 @@ FAMILIES = {
     "llama": TinyModel(),
     "qwen2": TinyModel(architecture="qwen2"),
     "qwen3": TinyModel(architecture="qwen3", num_heads=6, num_kv_heads=2, head_dim=24),
+    "mixtral": TinyModel(architecture="mixtral"),
+    "qwen2_moe": TinyModel(architecture="qwen2_moe"),
+    "qwen3_moe": TinyModel(architecture="qwen3_moe"),
+    "olmoe": TinyModel(architecture="olmoe"),
     "gemma3": TinyModel(architecture="gemma3", num_layers=4, tie_embeddings=True),
 }
 OLD, NEW = ("sliding_window_pattern", "rope_local_base_freq", "rope_theta"), "rope_parameters"

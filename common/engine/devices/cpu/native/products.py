@@ -30,10 +30,10 @@ class ProductStruct(ctypes.Structure):
 class NativeProducts:
     """Packs weights, in so many bits each, and multiplies with them. Only where `pdserve_has_products` says so."""
 
-    def __init__(self, library: ctypes.CDLL, bits: int = BFLOAT16_BITS) -> None:
+    def __init__(self, library: ctypes.CDLL, bits: int = BFLOAT16_BITS, arena: HugeArena | None = None) -> None:
         self.library = library
         self.bits = bits
-        self._arena = HugeArena()
+        self._arena = arena or HugeArena()
         self._pack = function(library, "pdserve_pack", "pppiiib")
         self._multiply = function(library, "pdserve_multiply", "ppipb")
         self._packed_bytes: Callable[..., int] = library.pdserve_packed_bytes
@@ -46,12 +46,8 @@ class NativeProducts:
         return self.bits < BFLOAT16_BITS
 
     def with_bits(self, bits: int) -> "NativeProducts":
-        """The same for weights of 16, 8 or 4 bits."""
-        return NativeProducts(self.library, bits)
-
-    def for_head(self) -> "NativeProducts":
-        """Logits are no place to save bits: at least 8."""
-        return self.with_bits(max(8, self.bits))
+        """The same for weights of 16, 8 or 4 bits, in the same memory."""
+        return NativeProducts(self.library, bits, self._arena)
 
     def can_pack(self, weight: torch.Tensor) -> bool:
         """The instructions take 2 inputs at once, and a scale is shared by more."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from common.engine.contract.attention import AttentionBatch, LayerKV
-from common.engine.contract.device import Layer, Tail
+from common.engine.contract.device import Layer, Mlp, Tail
 from common.engine.devices.cpu.native.products import ProductStruct
 from common.engine.devices.cpu.native.signature import function
 
@@ -86,7 +86,8 @@ class StackStep:
 def _layer(layer: Layer) -> "_Layer":
     norms = (layer.norms.get(name) for name in ("before_attention", "before_mlp", "q_norm", "k_norm"))
     pointers = (norm.data_ptr() if norm is not None else None for norm in norms)
-    products = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    assert isinstance(layer.mlp, Mlp)
+    products = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
     return _Layer(*pointers, *(product.packed.struct for product in products))
 
 

@@ -140,7 +140,6 @@ def test_outliers_and_zeros_of_one_span_leave_others_alone(products: NativeProdu
 def test_a_weight_that_cannot_have_so_few_bits_is_refused(products: NativeProducts) -> None:
     with pytest.raises(CheckpointError, match="cannot have 4 bits"):
         cpu_linear(torch.ones(8, 96).bfloat16(), None, products.with_bits(4))
-    assert products.with_bits(4).for_head().bits == 8
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
