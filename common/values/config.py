@@ -13,6 +13,8 @@ KVCacheDtype = Literal["auto", "int8", "fp8_e4m3"]
 Quantization = Literal["none", "int8", "int4"]
 Attention = Literal["auto", "cpu", "triton"]
 Transport = Literal["gloo", "nccl"]
+ToolParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "deepseek", "harmony"]
+ReasoningParser = Literal["auto", "none", "think", "harmony"]
 
 
 class ModelConfig(BaseModel):
@@ -133,6 +135,8 @@ class RouterSettings(BaseModel):
         ge=0,
         description="tokens of a chat's answer where neither request nor model says; 0 = what the context holds",
     )
+    tool_parser: ToolParser = Field("auto", description="how the model writes calls; auto = by its chat template")
+    reasoning_parser: ReasoningParser = Field("auto", description="how it writes thoughts; auto = by its chat template")
     max_retries: int = Field(3, ge=0, description="replacements of a lost worker per request")
     worker_silence_s: float = Field(4.0, gt=0, description="a worker that says nothing for so long is lost")
     # Longer than `pdserve up` takes to replace a worker with a small model: 4 s at rest, 9 s measured on busy cores.
