@@ -41,6 +41,7 @@ from router.front.http.server import build_app
 from router.front.ports import bind
 from router.front.service_protocol import JsonObject
 from router.front.tls import grpc_credentials, http_context
+from router.request.dialect import Dialect
 from router.request.served_model import ServedModel
 from router.request.validation import Validator
 from router.router_registry import RouterRegistry, own_report
@@ -271,7 +272,9 @@ async def _registered(config: RouterConfig, frontend: Frontend, ports: RouterPor
 
 def _open_model(config: RouterConfig) -> tuple[ServedModel, PromptTokenizer]:
     checkpoint = open_checkpoint(Path(config.model.path))
-    return ServedModel.of(checkpoint, config.model, int(time.time())), PromptTokenizer.of(checkpoint)
+    dialect = Dialect.of(checkpoint.chat_template, config.tool_parser, config.reasoning_parser)
+    model = ServedModel.of(checkpoint, config.model, int(time.time()), dialect)
+    return model, PromptTokenizer.of(checkpoint)
 
 
 def _metrics(config: RouterConfig, model: ServedModel) -> Metrics:

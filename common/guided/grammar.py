@@ -83,6 +83,18 @@ def of_structural_tags(tags: Sequence[Mapping[str, Any]]) -> str:
     return _bounded(StructTag.to_grammar(parts, assume_special=False))
 
 
+def combined(lark: str, parts: Mapping[str, str]) -> str:
+    """One grammar of several: `lark` refers to each of `parts`, grammars that this module made, as `@name`."""
+    grammars: list[dict[str, Any]] = [{"name": "", "lark_grammar": lark}]
+    for name, text in parts.items():
+        if not text.startswith("{"):
+            grammars.append({"name": name, "lark_grammar": text})
+            continue
+        (part,) = json.loads(text)["grammars"]
+        grammars.append({**part, "name": name})
+    return _bounded(json.dumps({"grammars": grammars}))
+
+
 def check(grammar: str, tokenizer: LLTokenizer | None = None) -> None:
     """Compile it, and look for a token that an output may begin with. Raises GrammarError that says what is wrong."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=LIMITS)

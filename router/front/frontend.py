@@ -21,6 +21,7 @@ from router.front.service_protocol import GenerationService, Readiness
 from router.observe.request_metrics import NullMetrics, RouterMetrics
 from router.request import limits
 from router.request.constraint import Grammars
+from router.request.expected import format_of, guide_of
 from router.request.served_model import ServedModel
 from router.request.spec import ChatPrompt, Prompt, RequestSpec, TextPrompt, TokenPrompt
 from router.request.validation import Validator, ValidRequest
@@ -31,6 +32,8 @@ from router.text.tokenizer import PromptTokenizer, strings_in
 _NO_METRICS = NullMetrics()
 # The service ends a request at its deadline by itself; this is for one that does not.
 _DEADLINE_SLACK_S = 0.2
+# Of a prompt: enough for a marker that is several tokens, and white space.
+_NUM_END_TOKENS = 16
 
 
 class Frontend:
@@ -72,14 +75,22 @@ class Frontend:
         tenant.check_places()
         self.validator.check_model(spec.stated.model or "")
         token_ids = await self.tokenize(spec.prompt)
-        grammar = await self._grammars.grammar_of(spec.constraint)
+        form = format_of(spec, self.model.dialect, self._end_of(token_ids))
+        grammar = await self._grammars.grammar_of(guide_of(spec, self.model.dialect, form))
         request = self.validator.validate(spec, token_ids, request_id, tenant, grammar)
+        if form is not None:
+            text = replace(request.text, shown_ids=self.token_texts.ids_of(form.tokens))
+            request = replace(request, form=form, text=text)
         if trace_parent:
             traced = replace(request.generation, trace_parent=trace_parent[: limits.MAX_TRACE_PARENT_LENGTH])
             request = replace(request, generation=traced)
         if spec.echo and not isinstance(spec.prompt, TextPrompt):
             return replace(request, echo_text=self.tokenizer.decode(token_ids))
         return request
+
+    def _end_of(self, token_ids: Sequence[int]) -> str:
+        """Of a prompt, where what it ends with says whether the model has begun to think."""
+        return self.tokenizer.decode(token_ids[-_NUM_END_TOKENS:]) if self.model.dialect.reasoning else ""
 
     async def tokenize(self, prompt: Prompt) -> Sequence[int]:
         """Token ids of a prompt; long texts off the event loop."""
@@ -169,6 +180,8 @@ class Frontend:
                     prompt.messages,
                     add_generation_prompt=prompt.add_generation_prompt,
                     kwargs=prompt.template_kwargs,
+                    tools=prompt.tools,
+                    reasoning_effort=prompt.reasoning_effort,
                 )
             case _:
                 assert_never(prompt)
@@ -187,6 +200,6 @@ def _text_length(prompt: Prompt) -> int:
             return len(prompt.text)
         case ChatPrompt():
             texts = chain.from_iterable(message.values() for message in prompt.messages)
-            return sum(map(len, strings_in([*texts, prompt.template_kwargs])))
+            return sum(map(len, strings_in([*texts, *prompt.tools, prompt.template_kwargs])))
         case TokenPrompt():
             return 0

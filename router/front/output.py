@@ -9,6 +9,7 @@ from router.core.generation import Accepted, Finished, RequestTimings
 from router.front.in_flight import Entry
 from router.front.service_protocol import GenerationService
 from router.request.validation import ValidRequest
+from router.text.calls.choice import FormattedChoice
 from router.text.choice_text import ChoiceDelta, ChoiceText
 from router.text.token_text import TokenTexts
 
@@ -44,6 +45,10 @@ class RequestOutput:
             ChoiceText(idx, token_texts, request.generation.token_ids[-8:], request.text)
             for idx in range(request.generation.num_choices)
         ]
+        form, num_choices = request.form, len(self._choices)
+        self._formatted = (
+            [] if form is None else [FormattedChoice(form, f"{self._request_id}/{idx}") for idx in range(num_choices)]
+        )
         self.accepted: Accepted | None = None
 
     def push(self, events: Sequence[TokenEvent]) -> tuple[ChoiceDelta, ...]:
@@ -53,7 +58,7 @@ class RequestOutput:
             delta = self._choices[event.choice_idx].push(event)
             if delta is None:
                 continue
-            deltas.append(delta)
+            deltas.append(self._told_apart(delta))
             if delta.end is not None and delta.end.stop_string is not None and event.finish_reason is None:
                 self._service.stop_choice(self._request_id, event.choice_idx)
         return tuple(deltas)
@@ -70,9 +75,12 @@ class RequestOutput:
             raise entry.error
         if not entry.is_aborted:
             raise PdserveError("the request ended without an outcome")
-        deltas = tuple(delta for choice in self._choices if (delta := choice.abort()) is not None)
+        deltas = tuple(self._told_apart(delta) for choice in self._choices if (delta := choice.abort()) is not None)
         num_cached_tokens = self.accepted.num_cached_tokens if self.accepted else 0
         return [Deltas(deltas), self._summary(num_cached_tokens, RequestTimings())]
+
+    def _told_apart(self, delta: ChoiceDelta) -> ChoiceDelta:
+        return self._formatted[delta.choice_idx].apply(delta) if self._formatted else delta
 
     def _summary(self, num_cached_tokens: int, timings: RequestTimings) -> Summary:
         num_completion_tokens = sum(choice.num_tokens for choice in self._choices)

@@ -47,6 +47,9 @@ MAX_PROMPTS = 64
 MAX_CHOICES = 8
 # Keys apart, of chat_template_kwargs: each is looked at more than once.
 MAX_TEMPLATE_VALUES = 4096
+MAX_TOOLS = 128
+# Keys apart, of all schemas of a request's tools, or of the arguments of one call.
+MAX_TOOL_VALUES = 65536
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 64
 MAX_STOP_TOKEN_IDS = 64

@@ -1,11 +1,12 @@
 """What both front ends say about the model that the cluster serves. Pure: no IO."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.checkpoint import Checkpoint
 from common.values.config import ModelConfig
 from router.request import limits
+from router.request.dialect import Dialect
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     generation_defaults: Mapping[str, float | int]
     created_s: int = 0  # Unix time, for the model card
+    dialect: Dialect = field(default_factory=Dialect)
 
     @property
     def max_body_bytes(self) -> int:
@@ -27,7 +29,9 @@ class ServedModel:
         return max(limits.MIN_BODY_BYTES, self.max_model_len * limits.BODY_BYTES_PER_TOKEN)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, config: ModelConfig, created_s: int) -> "ServedModel":
+    def of(
+        cls, checkpoint: Checkpoint, config: ModelConfig, created_s: int, dialect: Dialect | None = None
+    ) -> "ServedModel":
         """The configured name and length win, but no length beyond what the model can do."""
         longest = checkpoint.config.max_position
         return cls(
@@ -39,4 +43,5 @@ class ServedModel:
             eos_token_ids=checkpoint.eos_token_ids,
             generation_defaults=checkpoint.generation_defaults,
             created_s=created_s,
+            dialect=dialect or Dialect.of(checkpoint.chat_template),
         )

@@ -11,6 +11,7 @@ import msgspec
 
 from router.request import limits
 from router.request.constraint import Constraint
+from router.text.calls.tools import ToolUse
 from router.text.chat_template import Message
 
 
@@ -19,6 +20,8 @@ class ChatPrompt:
     messages: tuple[Message, ...]
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()  # as templates know them
+    reasoning_effort: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,8 @@ class RequestSpec:
     deadline_s: float | None = None
     pins: Pins = field(default_factory=Pins)
     constraint: Constraint | None = None
+    tools: ToolUse | None = None
+    is_whole: bool = False  # the answer is sent at once
     return_text: bool = True
     echo: bool = False
     api_names: Mapping[str, str] = field(default_factory=dict)

@@ -35,6 +35,7 @@ from router.request import limits
 from router.request.served_model import ServedModel
 from router.request.spec import RANGES, ChatPrompt, Range, RequestSpec, TextPrompt
 from router.tenants.tenants import Tenant
+from router.text.calls.parser import Format
 from router.text.choice_text import TextOptions
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -55,6 +56,7 @@ class ValidRequest:
     text: TextOptions
     tenant: Tenant
     echo_text: str | None = None
+    form: Format | None = None  # how to tell an answer's parts apart; None = all of it is text
 
 
 class Validator:

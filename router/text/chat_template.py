@@ -18,19 +18,35 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.values.errors import InvalidRequest
+from router.text.calls.default_format import in_plain_messages
 
-Message = dict[str, str]
+Message = dict[str, Any]
 # Private-use characters: no tokenizer or template gives them a meaning.
 _PRIVATE_USE = range(0xE000, 0xF900)
+_KNOWS_NONE = re.compile(r"""content['"]?\]?\s+is\s+none""")
 
 
-def chat_message(role: str, content: str, name: str | None, reasoning: str | None = None) -> Message:
+def chat_message(
+    role: str,
+    content: str | None,
+    name: str | None,
+    reasoning: str | None = None,
+    tool_calls: Sequence[Mapping[str, Any]] = (),
+    tool_call_id: str | None = None,
+) -> Message:
     """A message for a template. Templates know "system" where OpenAI says "developer" by now.
 
-    What the model thought before an earlier answer has two names, and templates read the one or the other.
+    What the model thought before an earlier answer has two names, and templates read the one or the other. `content`
+    None: there is nothing but calls, whose arguments are objects here.
     """
-    optional = {"name": name, "reasoning": reasoning, "reasoning_content": reasoning}
-    stated = {key: text for key, text in optional.items() if text}
+    optional = {
+        "name": name,
+        "reasoning": reasoning,
+        "reasoning_content": reasoning,
+        "tool_calls": list(tool_calls),
+        "tool_call_id": tool_call_id,
+    }
+    stated = {key: value for key, value in optional.items() if value}
     return {"role": "system" if role == "developer" else role, "content": content, **stated}
 
 
@@ -45,19 +61,35 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
-        self._names = meta.find_undeclared_variables(environment.parse(source))
+        self.source = source
+        self.names = meta.find_undeclared_variables(environment.parse(source))
         self._special_tokens = dict(special_tokens)
+        # What stands for no content. Templates compare it with none, or look into it.
+        self._no_content = None if _KNOWS_NONE.search(source) else ""
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
-        """The prompt's text. Raises InvalidRequest when the template refuses the messages, or does not read a kwarg."""
-        if unread := sorted(kwargs.keys() - self._names):
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The prompt's text. Raises InvalidRequest when the template refuses the messages, or does not read a kwarg.
+
+        For a template that knows no tools these are described in the system message.
+        """
+        if unread := sorted(kwargs.keys() - self.names):
             message = f"chat_template_kwargs: the model's chat template does not read {unread[0][:64]!r}"
             raise InvalidRequest(message, param="chat_template_kwargs")
+        shown = [{**message, "content": self._content(message)} for message in messages]
+        if "tools" not in self.names:
+            shown = in_plain_messages(shown, tools)
         try:
             return self._template.render(
                 **{**self._special_tokens, **kwargs},
-                messages=list(messages),
-                tools=None,
+                messages=shown,
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
@@ -67,6 +99,10 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
         except (TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest("the chat template cannot render these messages", param="messages") from error
+
+    def _content(self, message: Message) -> str | None:
+        content: str | None = message["content"]
+        return self._no_content if content is None else content
 
 
 class SpecialTokenEscapes:

@@ -5,7 +5,7 @@ a stop string, but never more than some tokens late. So the text and the token i
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class TextOptions:
     return_text: bool = True
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are text all the same: markers of a format
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +43,33 @@ class ChoiceEnd:
     num_tokens: int
     stop_string: str | None = None
     stop_token_id: int | None = None
+    has_calls: bool = False  # complete ones, which the client is to answer
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """News of one call: its id and name when it begins, else the next piece of its arguments."""
+
+    index: int
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """News of one choice: tokens and their text, and how it ended when this is the last."""
+    """News of one choice: tokens and their text, and how it ended when this is the last.
+
+    `reasoning` and `calls` are told apart from the text where a format says so.
+    """
 
     choice_idx: int
     tokens: tuple[SampledToken, ...]
     text: str
     end: ChoiceEnd | None = None
     offsets: tuple[int, ...] = ()  # of each token: where in the choice's text its own begins
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
 
 
 class Detokenizer:
@@ -61,9 +78,18 @@ class Detokenizer:
     A U+FFFD in the decoded text may be half a character or one that the model wrote: the tokens' bytes tell.
     """
 
-    def __init__(self, token_texts: TokenTexts, context: Sequence[int], *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        token_texts: TokenTexts,
+        context: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        shown_ids: Collection[int] = (),
+    ) -> None:
         self._token_texts = token_texts
-        self._skip_special_tokens = skip_special_tokens
+        self._hidden_ids = token_texts.special_ids - set(shown_ids) if skip_special_tokens else frozenset[int]()
+        # With tokens to show, `hides` alone keeps the others out.
+        self._skip_special_tokens = skip_special_tokens and not shown_ids
         self._ids = list(context[-_NUM_CONTEXT_TOKENS:])
         self._num_shown = len(self._ids)
         self._shown = self._finished()
@@ -71,7 +97,7 @@ class Detokenizer:
 
     def hides(self, token_id: int) -> bool:
         """The token is no part of the text."""
-        return self._skip_special_tokens and token_id in self._token_texts.special_ids
+        return token_id in self._hidden_ids
 
     def push(self, token_id: int) -> str:
         """Text that this token completes, often none."""
@@ -172,7 +198,9 @@ class ChoiceText:
         self._token_texts = token_texts
         self._is_plain = options.return_text and not options.stops
         self._needs_text = options.return_text or bool(options.stops)
-        self._detokenizer = Detokenizer(token_texts, context, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            token_texts, context, skip_special_tokens=options.skip_special_tokens, shown_ids=options.shown_ids
+        )
         self._scanner = StopScanner(options.stops, include_stop=options.include_stop)
         self._queue = _TokenQueue()
         self._num_given_chars = 0

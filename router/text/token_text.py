@@ -7,7 +7,7 @@ a token as `bytes:\\xc3`, with its exact bytes beside it.
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
@@ -30,6 +30,11 @@ class TokenTexts:
     def raw(self, token_id: int) -> bytes:
         """The token's exact bytes."""
         return self._entry(token_id)[1]
+
+    def ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """Of those of `texts` that are special tokens."""
+        found = (self.tokenizer.token_to_id(text) for text in texts)
+        return frozenset(token_id for token_id in found if token_id in self.special_ids)
 
     def num_unfinished(self, token_ids: Sequence[int]) -> int:
         """Bytes at the end of these tokens, three at most, that are the beginning of a character and not all of it."""

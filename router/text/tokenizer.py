@@ -5,7 +5,7 @@ reads special tokens as plain text; it encodes what clients wrote when that hold
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +20,8 @@ from router.text.chat_template import ChatTemplate, Message, SpecialTokenEscapes
 from router.text.word_encoder import WordEncoder
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+# Of templates that know only whether to think: Qwen's and others', DeepSeek's.
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 def check_model(path: Path | str) -> Checkpoint:
@@ -74,14 +76,21 @@ class PromptTokenizer:
         *,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] = _NO_KWARGS,
+        tools: Sequence[Mapping[str, Any]] = (),
+        reasoning_effort: str | None = None,
     ) -> list[int]:
         """Token ids of a conversation. Special tokens come from the template only, never from a message."""
-        if self._chat_template is None:
+        template = self._chat_template
+        if template is None:
             raise Unsupported("this model has no chat template; use completions", param="messages")
-        escapes = self._escapes(messages, kwargs)
-        hidden = [{key: escapes.hide(value) for key, value in message.items()} for message in messages]
+        if reasoning_effort is not None:
+            kwargs = {**_effort(reasoning_effort, template.names), **kwargs}
+        escapes = self._escapes([*messages, *tools], kwargs)
+        hidden, hidden_tools = (_map_strings(list(values), escapes.hide) for values in (messages, tools))
         hidden_kwargs = {key: _map_strings(value, escapes.hide) for key, value in kwargs.items()}
-        text = self._chat_template.render(hidden, add_generation_prompt=add_generation_prompt, kwargs=hidden_kwargs)
+        text = template.render(
+            hidden, add_generation_prompt=add_generation_prompt, kwargs=hidden_kwargs, tools=hidden_tools
+        )
         if escapes.is_empty:
             return self._words.encode(text)
         return self._encode_escaped(text, self.tokenizer.encode(text, add_special_tokens=False), escapes)
@@ -90,9 +99,9 @@ class PromptTokenizer:
         """Text of whole sequences; streams use `router.text`."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def _escapes(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> SpecialTokenEscapes:
+    def _escapes(self, values: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> SpecialTokenEscapes:
         escapes = SpecialTokenEscapes(self._special_pattern)
-        for text in strings_in([*messages, kwargs]):
+        for text in strings_in([*values, kwargs]):
             escapes.reserve(text)
         return escapes
 
@@ -109,6 +118,18 @@ class PromptTokenizer:
 
     def _encode_plain(self, text: str) -> list[int]:
         return self._plain_words.encode(text) if text else []
+
+
+def _effort(effort: str, names: Collection[str]) -> dict[str, Any]:
+    """How much to think, in the words of a template that reads `names`. Raises Unsupported where it reads none."""
+    if "reasoning_effort" in names:
+        return {"reasoning_effort": effort}
+    for name in _THINKING_SWITCHES:
+        if name in names:
+            return {name: effort != "none"}
+    if effort == "none":
+        return {}
+    raise Unsupported("reasoning_effort: the model's chat template does not read it", param="reasoning_effort")
 
 
 def _around(encoding: Encoding) -> tuple[list[int], list[int]]:

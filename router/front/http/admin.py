@@ -19,6 +19,7 @@ from router.front.openai.json_body import parse_body
 from router.front.openai.prompts import chat_prompt
 from router.front.openai.requests import DetokenizeBody, TokenizeBody
 from router.front.openai.responses import ModelCard, ModelList, TokenizeAnswer
+from router.front.openai.tools import checked_tools
 from router.request import limits
 from router.request.spec import Prompt, TextPrompt
 
@@ -182,7 +183,15 @@ class AdminEndpoints:
 
     def _model_card(self) -> ModelCard:
         model = self._frontend.model
-        return ModelCard(model.name, model.created_s, model.name, model.max_model_len, dict(model.generation_defaults))
+        return ModelCard(
+            model.name,
+            model.created_s,
+            model.name,
+            model.max_model_len,
+            dict(model.generation_defaults),
+            model.dialect.tools or None,
+            model.dialect.reasoning or None,
+        )
 
     async def _body(self, request: Request, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
         return parse_body(await read_json(request, self._max_body_bytes), decoder)
@@ -199,5 +208,6 @@ def _prompt_of(body: TokenizeBody) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("state either prompt or messages", param="prompt")
     if body.messages is not None:
-        return chat_prompt(body.messages, body.chat_template_kwargs, body.add_generation_prompt)
+        tools = checked_tools(body.tools or (), "tools")
+        return chat_prompt(body.messages, body.chat_template_kwargs, body.add_generation_prompt, tools)
     return TextPrompt(body.prompt or "", body.add_special_tokens is not False)

@@ -91,7 +91,8 @@ class GenerationEndpoints:
     async def chat(self, request: Request) -> Response:
         body = parse_body(await read_json(request, self._settings.max_body_bytes), self._chat_decoder)
         spec = chat_spec(body, deadline_of(request))
-        options = RenderOptions(bool(body.logprobs), body.top_logprobs or 0, bool(body.return_token_ids))
+        has_reasoning = body.include_reasoning is not False
+        options = RenderOptions(bool(body.logprobs), body.top_logprobs or 0, bool(body.return_token_ids), has_reasoning)
         return await self._answer(request, "chatcmpl", body, [spec], ChatRenderer(options, self._frontend.token_texts))
 
     async def completions(self, request: Request) -> Response:
@@ -181,7 +182,7 @@ class GenerationEndpoints:
         job.num_completion_tokens += len(delta.tokens)
         opening = [] if index in opened else job.renderer.opening(index, job.echo_text(index))
         opened.add(index)
-        return b"".join(self._frame(job, [choice]) for choice in (*opening, job.renderer.chunk(index, delta)))
+        return b"".join(self._frame(job, [choice]) for choice in (*opening, *job.renderer.chunks(index, delta)))
 
     def _last_frames(self, job: _Job, summaries: Sequence[Summary]) -> bytes:
         usage = usage_of(summaries)

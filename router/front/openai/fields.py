@@ -27,30 +27,22 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "include_obfuscation": (False,),
-    "include_reasoning": (True,),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "stream_interval": (1,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tool_calls": ([],),
-    "tools": ([],),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
-_NO_TOOLS = "this server offers no tools"
 _ADVICE = {
     "best_of": "use n",
-    "functions": _NO_TOOLS,
+    "functions": "use tools",
+    "function_call": "use tool_choice and tool_calls",
     "request_id": "send it as the X-Request-Id header",
-    "tool_calls": _NO_TOOLS,
-    "tool_call_id": _NO_TOOLS,
-    "tools": _NO_TOOLS,
     "truncate_prompt_tokens": "shorten the prompt",
 }
 

@@ -1,13 +1,16 @@
 """The prompts in bodies of the OpenAI API: strings, token ids, messages. Pure: no IO."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.values.errors import InvalidRequest, Unsupported
 from router.front.openai.fields import refuse_unsupported
+from router.front.openai.nesting import check_nesting
 from router.front.openai.requests import ROLES, CompletionBody, ContentPart, MessageBody
+from router.front.openai.tools import calls_of
 from router.request import limits
 from router.request.spec import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.text.calls.tools import Tool
 from router.text.chat_template import Message, chat_message
 
 _RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt", "tools", "documents")
@@ -42,9 +45,13 @@ def _ids(items: list[Any], param: str) -> tuple[int, ...]:
 
 
 def chat_prompt(
-    messages: Sequence[MessageBody], template_kwargs: Mapping[str, Any] | None, add_generation_prompt: bool | None
+    messages: Sequence[MessageBody],
+    template_kwargs: Mapping[str, Any] | None,
+    add_generation_prompt: bool | None,
+    tools: Sequence[Tool] = (),
+    reasoning_effort: str | None = None,
 ) -> ChatPrompt:
-    """Raises InvalidRequest when the messages hold something other than text."""
+    """Raises InvalidRequest when the messages hold something other than text and calls."""
     if not messages:
         raise InvalidRequest("messages is empty", param="messages")
     if len(messages) > limits.MAX_MESSAGES:
@@ -55,6 +62,8 @@ def chat_prompt(
         messages=tuple(_message(message, f"messages[{idx}]") for idx, message in enumerate(messages)),
         add_generation_prompt=add_generation_prompt is not False,
         template_kwargs=kwargs,
+        tools=tuple(tool.for_template for tool in tools),
+        reasoning_effort=reasoning_effort,
     )
 
 
@@ -63,28 +72,30 @@ def check_template_kwargs(kwargs: Mapping[str, Any], param: str) -> None:
     for name in kwargs:
         if name in _RESERVED_TEMPLATE_NAMES or not name.isidentifier():
             raise InvalidRequest(f"{param} cannot set {name[:64]!r}", param=param)
-    level, num_values = _inside([kwargs]), 0
-    for _ in range(limits.MAX_JSON_DEPTH):
-        num_values += len(level)
-        if num_values > limits.MAX_TEMPLATE_VALUES:
-            raise InvalidRequest(f"{param} holds more than {limits.MAX_TEMPLATE_VALUES} values", param=param)
-        level = _inside(level)
-    if level:
-        raise InvalidRequest(f"{param} is nested too deeply", param=param)
+    check_nesting([kwargs], param, limits.MAX_TEMPLATE_VALUES)
 
 
 def _message(message: MessageBody, param: str) -> Message:
     check_role(message.role, f"{param}.role")
     refuse_unsupported(message, f"{param}.")
-    if message.content is None:
-        raise InvalidRequest(f"{param}.content is missing", param=f"{param}.content")
-    content = message.content if isinstance(message.content, str) else _joined(message.content, f"{param}.content")
-    return chat_message(message.role, content, message.name, message.reasoning_content or message.reasoning)
+    for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, name) and message.role != role:
+            raise InvalidRequest(f"{param}.{name} belongs to the role {role}", param=f"{param}.{name}")
+    calls = calls_of(message.tool_calls or (), f"{param}.tool_calls")
+    content = _content(message.content, f"{param}.content", is_optional=bool(calls))
+    reasoning = message.reasoning_content or message.reasoning
+    return chat_message(message.role, content, message.name, reasoning, calls, message.tool_call_id)
+
+
+def _content(content: str | Sequence[ContentPart] | None, param: str, *, is_optional: bool) -> str | None:
+    if content is None and not is_optional:
+        raise InvalidRequest(f"{param} is missing", param=param)
+    return content if content is None or isinstance(content, str) else _joined(content, param)
 
 
 def check_role(role: str, param: str) -> None:
-    if role in ("tool", "function"):
-        raise Unsupported(f"{param}: {role!r} is not supported yet; this server offers no tools", param=param)
+    if role == "function":
+        raise Unsupported(f"{param}: 'function' is not supported; use 'tool'", param=param)
     if role not in ROLES:
         raise InvalidRequest(f"{param} must be one of {', '.join(ROLES)}", param=param)
 
@@ -98,14 +109,3 @@ def _joined(parts: Sequence[ContentPart], param: str) -> str:
         if part.text is None:
             raise InvalidRequest(f"{param}[{idx}].text is missing", param=f"{param}[{idx}].text")
     return "".join(part.text or "" for part in parts)
-
-
-def _inside(values: Iterable[object]) -> list[object]:
-    """What the containers among `values` hold."""
-    inside: list[object] = []
-    for value in values:
-        if isinstance(value, Mapping):
-            inside += value.values()
-        elif isinstance(value, list):
-            inside += value
-    return inside

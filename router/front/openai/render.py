@@ -9,7 +9,7 @@ from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
-from common.values.request import SampledToken
+from common.values.request import FinishReason, SampledToken
 from router.front.openai.responses import (
     Answer,
     ChatChoice,
@@ -19,10 +19,14 @@ from router.front.openai.responses import (
     ChatMessage,
     CompletionChoice,
     CompletionLogprobs,
+    FunctionCall,
+    FunctionDelta,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
 )
-from router.text.choice_text import ChoiceDelta, ChoiceEnd
+from router.text.choice_text import CallPart, ChoiceDelta, ChoiceEnd
 from router.text.token_text import TokenTexts
 
 # What clients know as "no value": JSON has no infinity.
@@ -38,12 +42,16 @@ class WholeChoice:
     texts: list[str] = field(default_factory=list)
     tokens: list[SampledToken] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
+    calls: list[CallPart] = field(default_factory=list)
     end: ChoiceEnd | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         self.texts.append(delta.text)
         self.tokens += delta.tokens
         self.offsets += delta.offsets
+        self.reasonings.append(delta.reasoning)
+        self.calls += delta.calls
         self.end = delta.end or self.end
 
 
@@ -52,6 +60,7 @@ class RenderOptions:
     has_logprobs: bool = False
     num_top_logprobs: int = 0
     return_token_ids: bool = False
+    has_reasoning: bool = True
 
 
 class Renderer(Protocol):
@@ -64,7 +73,7 @@ class Renderer(Protocol):
         """What comes before the first output of a streamed choice."""
         ...
 
-    def chunk(self, index: int, delta: ChoiceDelta) -> AnyChoice: ...
+    def chunks(self, index: int, delta: ChoiceDelta) -> Sequence[AnyChoice]: ...
 
     def whole(self, choice: WholeChoice) -> AnyChoice: ...
 
@@ -80,20 +89,41 @@ class ChatRenderer:
     def opening(self, index: int, echo_text: str) -> list[AnyChoice]:
         return [ChatChunkChoice(index, ChatDelta(content="", role="assistant"), None, None)]
 
-    def chunk(self, index: int, delta: ChoiceDelta) -> ChatChunkChoice:
-        return ChatChunkChoice(
-            index,
-            ChatDelta(content=delta.text),
-            self._logprobs(delta.tokens),
-            finish_reason_of(delta.end),
-            UNSET if delta.end is None else stop_reason_of(delta.end),
-            token_ids_of(delta.tokens, self._options),
+    def chunks(self, index: int, delta: ChoiceDelta) -> Sequence[ChatChunkChoice]:
+        """One for what is said, one for each piece of a call. The tokens go with the first, the end with the last."""
+        parts = self._parts(delta)
+        chunks = [ChatChunkChoice(index, part, None, None) for part in parts]
+        first, last = chunks[0], chunks[-1]
+        first.logprobs = self._logprobs(delta.tokens)
+        first.token_ids = token_ids_of(delta.tokens, self._options)
+        last.finish_reason = finish_reason_of(delta.end)
+        last.stop_reason = UNSET if delta.end is None else stop_reason_of(delta.end)
+        return chunks
+
+    def _parts(self, delta: ChoiceDelta) -> list[ChatDelta]:
+        calls = [ChatDelta(tool_calls=[_call_delta(part)]) for part in delta.calls]
+        if calls and not (delta.text or delta.reasoning):
+            return calls
+        reasoning = delta.reasoning if delta.reasoning and self._options.has_reasoning else UNSET
+        content = UNSET if delta.reasoning and not delta.text else delta.text
+        return [ChatDelta(content=content, reasoning=reasoning, reasoning_content=reasoning), *calls]
+
+    def _message(self, choice: WholeChoice) -> ChatMessage:
+        """Without content when there is something else."""
+        text, reasoning = "".join(choice.texts), "".join(choice.reasonings)
+        calls = _calls_of(choice.calls)
+        shown = reasoning if reasoning and self._options.has_reasoning else UNSET
+        return ChatMessage(
+            content=None if not text and (calls or reasoning) else text,
+            reasoning=shown,
+            reasoning_content=shown,
+            tool_calls=calls or UNSET,
         )
 
     def whole(self, choice: WholeChoice) -> ChatChoice:
         return ChatChoice(
             choice.index,
-            ChatMessage("".join(choice.texts)),
+            self._message(choice),
             self._logprobs(choice.tokens),
             finish_reason_of(choice.end),
             stop_reason_of(choice.end),
@@ -126,8 +156,8 @@ class CompletionRenderer:
     def opening(self, index: int, echo_text: str) -> list[AnyChoice]:
         return [CompletionChoice(index, echo_text, None, None, None)] if echo_text else []
 
-    def chunk(self, index: int, delta: ChoiceDelta) -> CompletionChoice:
-        return CompletionChoice(
+    def chunks(self, index: int, delta: ChoiceDelta) -> Sequence[CompletionChoice]:
+        choice = CompletionChoice(
             index,
             delta.text,
             self._logprobs(delta.tokens, delta.offsets),
@@ -135,6 +165,7 @@ class CompletionRenderer:
             stop_reason_of(delta.end),
             token_ids_of(delta.tokens, self._options),
         )
+        return [choice]
 
     def whole(self, choice: WholeChoice) -> CompletionChoice:
         return CompletionChoice(
@@ -163,7 +194,25 @@ class CompletionRenderer:
 
 def finish_reason_of(end: ChoiceEnd | None) -> str | None:
     """None for a choice that was aborted: OpenAI's API has no word for that, and the answer ends with an error."""
-    return None if end is None or end.reason is None else end.reason.value
+    if end is None or end.reason is None:
+        return None
+    return "tool_calls" if end.has_calls and end.reason is FinishReason.STOP else end.reason.value
+
+
+def _call_delta(part: CallPart) -> ToolCallDelta:
+    if not part.name:
+        return ToolCallDelta(part.index, FunctionDelta(part.arguments))
+    return ToolCallDelta(part.index, FunctionDelta(part.arguments, part.name), part.call_id, "function")
+
+
+def _calls_of(parts: Sequence[CallPart]) -> list[ToolCall]:
+    calls: list[ToolCall] = []
+    for part in parts:
+        if part.name:
+            calls.append(ToolCall(part.call_id, FunctionCall(part.arguments, part.name)))
+        else:
+            calls[-1].function.arguments += part.arguments
+    return calls
 
 
 def stop_reason_of(end: ChoiceEnd | None) -> str | int | None:

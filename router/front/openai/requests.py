@@ -3,16 +3,17 @@
 Types are strict: "5", 5.0 and true are no integers. Of a key given twice the last counts, as JSON parsers agree.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from router.front.openai.constraints import ResponseFormat, StructuredOutputs
 from router.front.openai.fields import Ignored, NotOffered
+from router.front.openai.tools import CallBody, ToolBody, ToolChoice
 from router.request import limits
 from router.request.spec import Stated, within
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPTS = [{"type": "string"}, _IDS, {"type": "array", "items": {"anyOf": [{"type": "string"}, _IDS]}}]
 
@@ -90,21 +91,24 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """`reasoning` and `reasoning_content`, of earlier answers, are for the template; two names for one thing."""
+    """`reasoning` and `reasoning_content`, of earlier answers, are for the template; two names for one thing.
+
+    `tool_calls` are an assistant's; a message of the role tool is the result of the one that `tool_call_id` names.
+    """
 
     role: Annotated[str, msgspec.Meta(extra_json_schema={"enum": ROLES})]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[CallBody] | None = None
     cache_control: Ignored = None
     id: Ignored = None
     annotations: NotOffered = None
     audio: NotOffered = None
     function_call: NotOffered = None
     refusal: NotOffered = None
-    tool_call_id: NotOffered = None
-    tool_calls: NotOffered = None
 
 
 class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
@@ -116,17 +120,17 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, within(0, limits.MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: bool | None = None
     audio: NotOffered = None
     chat_template: NotOffered = None
     continue_final_message: NotOffered = None
     function_call: NotOffered = None
     functions: NotOffered = None
-    include_reasoning: NotOffered = None
     modalities: NotOffered = None
-    parallel_tool_calls: NotOffered = None
-    reasoning_effort: NotOffered = None
-    tool_choice: NotOffered = None
-    tools: NotOffered = None
     verbosity: NotOffered = None
     web_search_options: NotOffered = None
 
@@ -140,6 +144,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolBody] | None = None
     return_token_strs: bool | None = None
 
 

@@ -5,6 +5,7 @@ from router.front.openai.constraints import constraint_of
 from router.front.openai.fields import refuse_unsupported
 from router.front.openai.prompts import chat_prompt, prompts_of
 from router.front.openai.requests import ChatBody, CompletionBody, GenerationBody
+from router.front.openai.tools import tool_use
 from router.request.spec import RequestSpec
 
 _API_NAMES = {"deadline": "x-request-timeout-s"}
@@ -35,13 +36,19 @@ def chat_spec(body: ChatBody, deadline_s: float | None) -> RequestSpec:
     refuse_unsupported(body)
     _check_stream_options(body)
     max_tokens, max_tokens_name = _chat_max_tokens(body)
+    use = tool_use(body)
+    tools = () if use is None else use.shown_tools
     return RequestSpec(
-        prompt=chat_prompt(body.messages, body.chat_template_kwargs, body.add_generation_prompt),
+        prompt=chat_prompt(
+            body.messages, body.chat_template_kwargs, body.add_generation_prompt, tools, body.reasoning_effort
+        ),
         stated=body,
         max_tokens=max_tokens,
         num_logprobs=_chat_logprobs(body),
         deadline_s=deadline_s,
         constraint=constraint_of(body),
+        tools=use,
+        is_whole=not body.stream,
         api_names={**_API_NAMES, "prompt": "messages", "max_tokens": max_tokens_name, "logprobs": "top_logprobs"},
     )
 

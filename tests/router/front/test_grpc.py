@@ -177,7 +177,7 @@ async def test_an_unsupported_field_is_refused_by_name(
         pb.GenerateRequest(prompt=""),
         pb.GenerateRequest(token_ids=pb.TokenIds()),
         pb.GenerateRequest(chat=pb.ChatInput()),
-        pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role="tool", content="x")])),
+        pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role="function", content="x")])),
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[300])),
         pb.GenerateRequest(prompt="x", request_id="a b"),
         pb.GenerateRequest(prompt="x", stop=pb.StopConditions(max_tokens=0)),

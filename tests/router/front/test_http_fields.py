@@ -62,6 +62,7 @@ async def test_what_changes_no_answer_is_accepted_and_changes_none(
         {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "tool_calls": [], "audio": None},
         {"role": "assistant", "content": "x", "reasoning_content": "thought"},
         {"role": "assistant", "content": "x", "reasoning": "thought", "function_call": None},
+        {"role": "tool", "content": "4", "tool_call_id": "c"},
     ],
     ids=str,
 )
@@ -75,7 +76,7 @@ async def test_every_field_that_is_not_offered_is_refused_by_name_unless_it_asks
 ) -> None:
     prompt, path = ({"messages": USER}, CHAT) if body_type is ChatBody else ({"prompt": "x"}, COMPLETIONS)
     names = fields_of(body_type, NotOffered)
-    assert {"tools", "service_tier", "suffix", "response_format"} & set(names)
+    assert {"functions", "service_tier", "suffix", "response_format"} & set(names)
     for name in names:
         error = await refusal(rig, {**prompt, name: {"asks": "for something"}}, path)
         assert (error["code"], error["param"]) == ("unsupported_parameter", name)
@@ -87,10 +88,10 @@ async def test_every_field_that_is_not_offered_is_refused_by_name_unless_it_asks
 @pytest.mark.parametrize(
     ("message", "param", "words"),
     [
-        ({"role": "tool", "content": "4", "tool_call_id": "c"}, "role", "'tool' is not supported yet; this server"),
-        ({"role": "function", "content": "4", "name": "f"}, "role", "'function' is not supported yet; this server"),
-        ({"role": "robot", "content": "4"}, "role", "must be one of system, developer, user, assistant"),
-        ({"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}, "tool_calls", "offers no tools"),
+        ({"role": "function", "content": "4", "name": "f"}, "role", "'function' is not supported; use 'tool'"),
+        ({"role": "robot", "content": "4"}, "role", "must be one of system, developer, user, assistant, tool"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}, "tool_calls[0].function", "is missing"),
+        ({"role": "tool", "tool_call_id": "c"}, "content", "is missing"),
         ({"role": "user", "content": [{"type": "text", "text": "x", "image_url": {"url": "u"}}]},
          "content[0].image_url", "is not supported yet"),
         ({"role": "user", "content": [{"type": "text", "text": "x", "input_audio": {"data": ""}}]},
