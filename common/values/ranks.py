@@ -14,5 +14,18 @@ class Rank:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} of {self.world_size}")
 
+    def held(self, count: int) -> range:
+        """Which of `count` like pieces this rank holds: neighbours, and of each rank's numbers none differ by over one.
+
+        Of fewer pieces than ranks each is held by several.
+        """
+        first = self.rank * count // self.world_size
+        return range(first, max(first + 1, (self.rank + 1) * count // self.world_size))
+
 
 WHOLE = Rank()  # a model in one process
+
+
+def ranks_of(world_size: int) -> tuple[Rank, ...]:
+    """All ranks of a worker, in their order."""
+    return tuple(Rank(rank, world_size) for rank in range(world_size))

@@ -12,25 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.engine.contract.kv_spec import KVGroup, KVSpec
-from common.values.ranks import WHOLE, Rank
+from common.values.ranks import WHOLE, Rank, ranks_of
 from kvtransfer.events import Chunk
 
 FRAME_BYTES = 64  # around a chunk's data: header before it, tag behind it
 MAX_OVER_MIN = 4
-
-
-def held_shards(group: KVGroup, rank: Rank) -> range:
-    """What a rank holds of a group's planes. Of fewer shards than ranks each is held by several ranks.
-
-    Raises ValueError when the shards cannot be dealt out evenly.
-    """
-    num_shards, world_size = group.num_shards, rank.world_size
-    if not group.is_sharded:
-        return range(1)
-    if num_shards % world_size and world_size % num_shards:
-        raise ValueError(f"{num_shards} shards cannot be dealt out evenly to {world_size} ranks")
-    first = rank.rank * num_shards // world_size
-    return range(first, first + max(1, num_shards // world_size))
 
 
 def linked_shards(group: KVGroup, sender: Rank, receiver: Rank) -> range:
@@ -38,13 +24,14 @@ def linked_shards(group: KVGroup, sender: Rank, receiver: Rank) -> range:
 
     Empty when the two have nothing to say to each other. Ranks that hold the same take turns.
     """
-    ours, theirs = held_shards(group, sender), held_shards(group, receiver)
-    if not group.is_sharded:
-        return range(1) if receiver.rank % sender.world_size == sender.rank else range(0)
-    num_copies = max(1, sender.world_size // group.num_shards)
-    if receiver.rank % num_copies != sender.rank % num_copies:
-        return range(0)
-    return range(max(ours.start, theirs.start), max(ours.start, theirs.start, min(ours.stop, theirs.stop)))
+    wanted = [shard for shard in group.held(receiver) if _shipping(group, shard, sender, receiver) == sender]
+    return range(wanted[0], wanted[-1] + 1) if wanted else range(0)
+
+
+def _shipping(group: KVGroup, shard: int, sender: Rank, receiver: Rank) -> Rank:
+    """Which of the sender's ranks ships a shard to the receiver's rank."""
+    holders = [rank for rank in ranks_of(sender.world_size) if shard in group.held(rank)]
+    return holders[receiver.rank % len(holders)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,10 @@
 Only attention knows what a plane means. The cache, the pool, the handoff and audits know groups, planes and rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+
+from common.values.ranks import Rank
 
 BYTES_PER_ELEMENT = {
     "float32": 4,
@@ -60,6 +62,17 @@ class KVGroup:
         """Of each of its planes."""
         return self.planes[0].num_shards
 
+    def held(self, rank: Rank) -> range:
+        """The shards that a rank holds. Of fewer shards than ranks each is held by several."""
+        return rank.held(self.num_shards) if self.is_sharded else range(1)
+
+    def of_rank(self, rank: Rank) -> "KVGroup":
+        """With what a rank holds of each row."""
+        if not self.is_sharded:
+            return self
+        count = len(self.held(rank))
+        return replace(self, planes=tuple(replace(each, shape=(count, *each.shape[1:])) for each in self.planes))
+
     @property
     def bytes_per_token_layer(self) -> int:
         """All planes of one token in one layer."""
@@ -88,6 +101,10 @@ class KVSpec:
     @property
     def num_layers(self) -> int:
         return sum(len(group.layers) for group in self.groups)
+
+    def of_rank(self, rank: Rank) -> "KVSpec":
+        """With what a rank holds of each row."""
+        return replace(self, groups=tuple(group.of_rank(rank) for group in self.groups))
 
     @property
     def bytes_per_token(self) -> int:

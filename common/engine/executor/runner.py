@@ -43,7 +43,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> StepResult:
-        """Copy blocks, write KV of all scheduled tokens, sample where asked."""
+        """Copy blocks, write KV of all scheduled tokens, sample where asked; rank 0 alone samples."""
         started_s = time.perf_counter()
         for idx in {group_idx for group_idx, _, _ in plan.block_copies}:
             self._cache.copy_blocks([(source, target) for at, source, target in plan.block_copies if at == idx], idx)
@@ -59,7 +59,7 @@ class ModelRunner:
         token_ids = self._int64([token_id for seq in sequences for token_id in seq.new_token_ids])
         ends = accumulate(seq.num_new for seq in sequences)
         rows = [row for seq, end in zip(sequences, ends, strict=True) for row in range(end - seq.num_logits, end)]
-        sampled = [seq for seq in sequences if seq.samples]
+        sampled = [seq for seq in sequences if seq.samples and self.rank.rank == 0]
         specs = [spec for seq in sampled for spec in seq.samples]
         allowed = self._guided.start(specs)
         has_all_rows = layer_hook is None and len(rows) == len(token_ids)
@@ -68,7 +68,7 @@ class ModelRunner:
         else:
             hook = _marking(self._cache.fence, layer_hook) if self._cache.fence is not None else layer_hook
             logits = self._model.forward(token_ids, batch, self._cache.layers, self._int64(rows), hook)
-        return _sample(sampled, specs, logits, self._device.draws, allowed())
+        return _sample(sampled, specs, logits, self._device.draws, allowed()) if sampled else ()
 
     def _int64(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device.place)

@@ -8,11 +8,15 @@ import torch.nn.functional as F
 from common.checkpoint import ModelSpec
 from common.checkpoint.families import family_of, layers_of
 from common.engine.contract.attention import AttentionBatch, LayerKV
+from common.engine.contract.collectives import Collectives
 from common.engine.contract.device import Device, Layer, Tail
 from common.engine.contract.executor import LayerHook
 from common.engine.model.layers import attend, finish, read_layer, write_kv
+from common.engine.model.parallel import gathered
 from common.engine.model.rope import cos_sin_table
+from common.engine.model.sharding import EMBEDDING, HEAD, layer_of_rank, vocabulary_of_rank
 from common.engine.model.weights import Weights
+from common.values.ranks import WHOLE
 
 HEAD_BITS = 8  # logits are no place to save bits
 
@@ -110,18 +114,28 @@ def _from(first: int, layer_hook: LayerHook | None) -> LayerHook | None:
     return lambda num_layers: hook(first + num_layers)
 
 
-def build_decoder(spec: ModelSpec, weights: Weights, device: Device) -> Decoder:
-    """Read all weights and prepare them for `device`. Raises CheckpointError on a missing or unused weight."""
-    names, specs = family_of(spec).names, layers_of(spec)
+def build_decoder(spec: ModelSpec, weights: Weights, device: Device, collectives: Collectives | None = None) -> Decoder:
+    """Read all weights and prepare them for `device`. Raises CheckpointError on a missing or unused weight.
+
+    With `collectives` it is that rank's part of the model, of weights that were opened with its cuts; rank 0 alone gets
+    logits of the whole vocabulary.
+    """
+    rank = collectives.rank if collectives is not None else WHOLE
+    names, specs = family_of(spec).names, [layer_of_rank(layer, rank) for layer in layers_of(spec)]
     ropes = {(layer.rope, layer.head_dim) for layer in specs}
     tables = {rope: cos_sin_table(*rope, spec.max_position, device.place) for rope in ropes}
-    embedding = weights.take("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
+    embedding = weights.take(EMBEDDING, (spec.vocab_size, spec.hidden_size))
     layers = [
-        read_layer(layer, tables[layer.rope, layer.head_dim], weights, f"model.layers.{idx}", names, device)
+        read_layer(
+            layer, tables[layer.rope, layer.head_dim], weights, f"model.layers.{idx}", names, device, collectives
+        )
         for idx, layer in enumerate(specs)
     ]
     norm = weights.take("model.norm.weight", (spec.hidden_size,))
-    head = embedding if spec.tie_embeddings else weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
+    rows = vocabulary_of_rank(spec, rank)
+    tied = embedding[rows.start : rows.stop]
+    head = tied if spec.tie_embeddings else weights.take(HEAD, (rows.size, spec.hidden_size))
     weights.check_all_taken()
-    tail = Tail(norm, spec.rms_norm_eps, device.linear(head, min_bits=HEAD_BITS))
+    product = gathered(device.linear(head, min_bits=HEAD_BITS), spec, collectives)
+    tail = Tail(norm, spec.rms_norm_eps, product)
     return Decoder(embedding, layers, tail, device, spec.embedding_scale)

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 
 from common.checkpoint.layers import Experts, LayerSpec
 from common.engine.contract.attention import AttentionBatch, LayerKV
+from common.engine.contract.collectives import Collectives
 from common.engine.contract.device import Device, ExpertMlp, GroupedMlp, Layer, Linear, Mlp
 from common.engine.model.experts import expert_mlp
+from common.engine.model.parallel import summed, summed_experts
 from common.engine.model.weights import Weights
 
 
@@ -63,9 +65,18 @@ def _norm(layer: Layer, device: Device, x: torch.Tensor, name: str) -> torch.Ten
 
 
 def read_layer(
-    spec: LayerSpec, cos_sin: torch.Tensor, weights: Weights, prefix: str, names: Mapping[str, str], device: Device
+    spec: LayerSpec,
+    cos_sin: torch.Tensor,
+    weights: Weights,
+    prefix: str,
+    names: Mapping[str, str],
+    device: Device,
+    collectives: Collectives | None = None,
 ) -> Layer:
-    """The weights under `prefix`, laid out for the device. `names`: `Family.names`. Raises CheckpointError."""
+    """The weights under `prefix`, laid out for the device. `names`: `Family.names`. Raises CheckpointError.
+
+    With `collectives`, `spec` and the weights are those of one rank.
+    """
 
     def take(part: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
         return weights.take(f"{prefix}.{names[part]}.{kind}", shape)
@@ -87,16 +98,21 @@ def read_layer(
         return torch.cat((gate, up)), down
 
     def grouped(experts: Experts) -> GroupedMlp:
-        return device.grouped_mlp(experts, spec.activation, map(one_expert, range(experts.routing.num_experts)))
+        found = device.grouped_mlp(experts, spec.activation, map(one_expert, range(experts.routing.num_experts)))
+        return summed_experts(found, collectives)
+
+    def gated(prefix: str) -> Mlp:
+        gate_up = product(f"{prefix}gate", f"{prefix}up")
+        return Mlp(gate_up, summed(product(f"{prefix}down"), collectives))
 
     def mlp() -> Mlp | ExpertMlp:
         experts = spec.experts
         if experts is None:
-            return Mlp(product("gate", "up"), product("down"))
+            return gated("")
         return ExpertMlp(
             router=product("router", min_bits=16),
             experts=grouped(experts),
-            shared=Mlp(product("shared_gate", "shared_up"), product("shared_down")) if experts.is_shared else None,
+            shared=gated("shared_") if experts.is_shared else None,
             shared_weight=product("shared_weight", min_bits=16) if experts.has_shared_gate else None,
         )
 
@@ -105,6 +121,6 @@ def read_layer(
         cos_sin=cos_sin,
         norms={name: take(name, "weight", shape) for name, shape in spec.norm_weights.items()},
         qkv=product("q", "k", "v"),
-        output=product("output"),
+        output=summed(product("output"), collectives),
         mlp=mlp(),
     )

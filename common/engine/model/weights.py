@@ -1,8 +1,10 @@
 """Weights by Hugging Face name, read from safetensors or GGUF one tensor at a time."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 import numpy as np
@@ -10,18 +12,23 @@ import torch
 
 from common.checkpoint import Checkpoint, CheckpointError, ModelSpec
 from common.checkpoint.families import family_of
+from common.checkpoint.ggml_types import GGML_TYPES
 from common.checkpoint.tensors import StoredTensor
+from common.engine.model.sharding import Cut
 
-Loader = Callable[[], torch.Tensor]
+# Reads a tensor, or no more of it than the cut.
+Loader = Callable[[Cut | None], torch.Tensor]
 # (kind, bytes, shape, dtype) -> a GGUF tensor's numbers; None for a format that it does not know
 Dequantize = Callable[[str, np.ndarray, tuple[int, ...], torch.dtype], torch.Tensor | None]
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BLOCK_SIZES = {ggml.name: ggml.block_size for ggml in GGML_TYPES.values()}
+NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
 
 
 class Weights:
     """Hands out each tensor, converted to `dtype` on `device`, and knows which were never asked for.
 
-    `on_taken` is called with the share of the tensors that were handed out.
+    `on_taken` is called with the share of the tensors that were handed out. Of a tensor among `cuts` only that is read.
     """
 
     def __init__(
@@ -30,18 +37,20 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         on_taken: Callable[[float], None] | None = None,
+        cuts: Mapping[str, Cut] = NO_CUTS,
     ) -> None:
         self._on_taken = on_taken
+        self._cuts = cuts
         self._loaders = dict(loaders)
         self._left = set(self._loaders)
         self._dtype = dtype
         self._device = device
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Read one tensor. Raises CheckpointError when it is missing or of another shape."""
+        """Read one tensor, or its cut. Raises CheckpointError when it is missing or not of this shape."""
         if name not in self._loaders:
             raise CheckpointError(f"weight {name} is missing")
-        tensor = self._loaders[name]()
+        tensor = self._loaders[name](self._cuts.get(name))
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"weight {name}: expected shape {shape}, got {tuple(tensor.shape)}")
         self._left.discard(name)
@@ -61,10 +70,11 @@ def open_weights(
     device: torch.device | str = "cpu",
     on_taken: Callable[[float], None] | None = None,
     dequantize: Dequantize | None = None,
+    cuts: Mapping[str, Cut] = NO_CUTS,
 ) -> Weights:
     """The weights of a checkpoint. Nothing is read until it is taken. What `dequantize` does not know, the gguf
     library does."""
-    return Weights(_loaders(checkpoint, dtype, dequantize), dtype, device, on_taken)
+    return Weights(_loaders(checkpoint, dtype, dequantize), dtype, device, on_taken, cuts)
 
 
 def load_tensors(
@@ -72,7 +82,7 @@ def load_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor with its Hugging Face name."""
     for name, load in _loaders(checkpoint, dtype, dequantize).items():
-        yield name, load().to(dtype)
+        yield name, load(None).to(dtype)
 
 
 def _loaders(checkpoint: Checkpoint, dtype: torch.dtype, dequantize: Dequantize | None) -> dict[str, Loader]:
@@ -92,13 +102,16 @@ def _loaders(checkpoint: Checkpoint, dtype: torch.dtype, dequantize: Dequantize 
 
 
 def _plus(
-    data: np.ndarray, tensor: StoredTensor, numbers: Callable[[StoredTensor, np.ndarray], torch.Tensor], offset: float
+    data: np.ndarray,
+    tensor: StoredTensor,
+    numbers: Callable[[StoredTensor, np.ndarray], torch.Tensor],
+    offset: float,
+    cut: Cut | None,
 ) -> torch.Tensor:
     """With an offset, the sum is of float32 numbers."""
-    raw = data[tensor.offset : tensor.offset + tensor.size_bytes]
     if not offset:
-        return numbers(tensor, raw)
-    return _plain(tensor, raw).float() + offset
+        return _read(data, tensor, numbers, cut)
+    return _read(data, tensor, _plain, cut).float() + offset
 
 
 def _paths(checkpoint: Checkpoint) -> set[Path]:
@@ -117,9 +130,46 @@ def _read_gguf(
     tensor: StoredTensor,
     num_permuted_heads: int,
     numbers: Callable[[StoredTensor, np.ndarray], torch.Tensor],
+    cut: Cut | None,
 ) -> torch.Tensor:
-    rows = numbers(tensor, data[tensor.offset : tensor.offset + tensor.size_bytes])
+    if cut is not None:
+        num_permuted_heads = num_permuted_heads * cut.size // tensor.shape[0]
+    rows = _read(data, tensor, numbers, cut)
     return _unpermute(rows, num_permuted_heads) if num_permuted_heads else rows
+
+
+def _read(
+    data: np.ndarray,
+    tensor: StoredTensor,
+    numbers: Callable[[StoredTensor, np.ndarray], torch.Tensor],
+    cut: Cut | None,
+) -> torch.Tensor:
+    if cut is not None and cut.axis == 1:
+        return _read_columns(data, tensor, numbers, cut)
+    if cut is not None:
+        tensor = _rows_of(tensor, cut)
+    return numbers(tensor, data[tensor.offset : tensor.offset + tensor.size_bytes])
+
+
+def _rows_of(tensor: StoredTensor, cut: Cut) -> StoredTensor:
+    row_bytes = tensor.size_bytes // tensor.shape[0]
+    offset, size_bytes = tensor.offset + cut.start * row_bytes, cut.size * row_bytes
+    return replace(tensor, shape=(cut.size, *tensor.shape[1:]), offset=offset, size_bytes=size_bytes)
+
+
+def _read_columns(
+    data: np.ndarray, tensor: StoredTensor, numbers: Callable[[StoredTensor, np.ndarray], torch.Tensor], cut: Cut
+) -> torch.Tensor:
+    """The blocks of values that have any of them, then no more than those."""
+    num_rows, width = tensor.shape
+    block_size = _BLOCK_SIZES.get(tensor.kind, 1)
+    block_bytes = tensor.size_bytes * block_size // (num_rows * width)
+    first, last = cut.start // block_size, -(-cut.stop // block_size)
+    raw = data[tensor.offset : tensor.offset + tensor.size_bytes].reshape(num_rows, -1)
+    found = np.ascontiguousarray(raw[:, first * block_bytes : last * block_bytes]).reshape(-1)
+    covering = replace(tensor, shape=(num_rows, (last - first) * block_size), size_bytes=found.nbytes)
+    start = cut.start - first * block_size
+    return numbers(covering, found)[:, start : start + cut.size].contiguous()
 
 
 def _numbers(dequantize: Dequantize | None, dtype: torch.dtype, tensor: StoredTensor, raw: np.ndarray) -> torch.Tensor:
