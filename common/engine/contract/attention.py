@@ -13,7 +13,8 @@ LayerKV = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Where the tokens of one step stand. Sequences lie one after another in the flattened token axis.
+    """Where the tokens of one step stand, for the layers of one group. Sequences lie one after another in the flattened
+    token axis. The batches of a step's groups share all tensors but `slot_mapping` and `block_tables`.
 
     Integer tensors are int32 on the model's device unless said otherwise.
     """
@@ -22,7 +23,7 @@ class AttentionBatch:
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset of each token's KV
     cu_seqlens_q: torch.Tensor  # [num_seqs + 1]: first token of each sequence in the flattened axis
     seq_lens: torch.Tensor  # [num_seqs]: tokens of each sequence after this step (cached + new)
-    block_tables: torch.Tensor  # [num_seqs, max_blocks]: padded with 0, read only below seq_lens
+    block_tables: torch.Tensor  # [num_seqs, max_blocks]: padded with 0, read only below seq_lens and within the window
     max_query_len: int
     max_seq_len: int
 

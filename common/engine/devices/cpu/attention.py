@@ -19,13 +19,13 @@ from common.engine.kv.quantized import is_quantized
 class CpuAttention:
     """`AttentionBackend`. Keeps the gathers of the step being computed.
 
-    The compiled operators take each layer that they know: no quantized cache, and in `attend` neither window nor cap.
+    The compiled operators take each layer that they know: no quantized cache, and in `attend` no soft cap.
     """
 
     def __init__(self, ops: NativeOps | None) -> None:
         """`ops` = None: torch's operators only."""
         self._ops = ops
-        self._gathers: Gathers | None = None
+        self._gathers: list[Gathers] = []  # of one step, each for a group of layers
 
     def rope_and_write(
         self,
@@ -51,22 +51,27 @@ class CpuAttention:
         """Causal attention of every new token over its sequence. Returns [num_tokens, num_heads, head_dim]."""
         gathers = self._gathers_of(batch, kv, q.dtype)
         output = torch.empty_like(q)
-        if self._ops is not None and options.is_plain and not is_quantized(kv[0].dtype):
-            if len(gathers.prefill_runs) < batch.seq_lens.shape[0]:
-                self._ops.decode_attention(output, q, kv, batch, options.scale)
+        runs = gathers.prefill_runs(options.window)
+        if self._ops is not None and not options.soft_cap and not is_quantized(kv[0].dtype):
+            if len(runs) < batch.seq_lens.shape[0]:
+                self._ops.decode_attention(output, q, kv, batch, options)
         else:
-            for group in gathers.decode_groups:
+            for group in gathers.decode_groups(options.window):
                 output[group.rows] = _attend_group(q[group.rows], kv, group, options)
-        for run in gathers.prefill_runs:
+        for run in runs:
             rows = slice(run.first_row, run.last_row)
             k, v = read_rows(kv, run.slots, q.dtype)
             output[rows] = causal_attention(q[rows], k, v, options)
         return output
 
     def _gathers_of(self, batch: AttentionBatch, kv: LayerKV, dtype: torch.dtype) -> Gathers:
-        if self._gathers is None or self._gathers.batch is not batch:
-            self._gathers = Gathers(batch, kv[0].shape[1], dtype)
-        return self._gathers
+        for gathers in self._gathers:
+            if gathers.batch is batch:
+                return gathers
+        if self._gathers and self._gathers[0].batch.positions is not batch.positions:
+            self._gathers.clear()  # another step: the batches of one share their positions
+        self._gathers.append(Gathers(batch, kv[0].shape[1], dtype))
+        return self._gathers[-1]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -86,14 +91,9 @@ def _attend_group(q: torch.Tensor, kv: LayerKV, group: DecodeGroup, options: Att
         for rows in read_rows(kv, group.slots.view(-1), q.dtype)
     )
     grouped_q = q.view(num_seqs, k.shape[1], -1, q.shape[2])
-    if options.is_plain:
+    if not options.soft_cap:
         attended = F.scaled_dot_product_attention(grouped_q, k, v, attn_mask=group.mask, scale=options.scale)
         return attended.reshape(q.shape)
-    scores = grouped_q.float() @ k.float().transpose(2, 3) * options.scale
-    if options.soft_cap:
-        scores = cap_scores(scores, options.soft_cap)
+    scores = cap_scores(grouped_q.float() @ k.float().transpose(2, 3) * options.scale, options.soft_cap)
     scores += group.mask
-    if options.window:
-        hidden = torch.arange(max_len) < (group.lens - options.window).unsqueeze(1)
-        scores.masked_fill_(hidden[:, None, None], float("-inf"))
     return (scores.softmax(-1).to(v.dtype) @ v).reshape(q.shape)

@@ -80,6 +80,7 @@ def find_sequence(
 def attend_keys(
     query: tl.tensor,  # [BLOCK_M, DIM_TILE]
     query_pos: tl.tensor,  # [BLOCK_M]
+    first_pos: tl.tensor,  # the first of them
     state: tl.tuple,  # acc [BLOCK_M, DIM_TILE] float32, row_max [BLOCK_M], row_sum [BLOCK_M]
     start: tl.tensor,
     end: tl.tensor,
@@ -97,11 +98,16 @@ def attend_keys(
     KIND: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tuple:
-    """Stream keys [start, end) through the running softmax. Not MASKED: every row sees every key."""
+    """Stream keys [start, end) through the running softmax. Not MASKED: every row sees every key.
+
+    What no row sees is not read: in blocks behind a window there may be anything.
+    """
     acc, row_max, row_sum = state
     for first_key in range(start, end, BLOCK_N):
         key_pos = first_key + tl.arange(0, BLOCK_N)
         in_range = key_pos < end
+        if WINDOW > 0:
+            in_range = in_range & (key_pos > first_pos - WINDOW)
         slots = paged_slots(block_table_ptr, key_pos, in_range, BLOCK_SIZE)
         key, value, scores_scale, value_scale = load_tile(
             planes, slots, in_range, kv_head, scale,
@@ -173,11 +179,11 @@ def attend_tile(
     else:
         masked_from = (first_pos + 1) // BLOCK_N * BLOCK_N
         state = attend_keys(
-            query, query_pos, state, 0, masked_from, planes, block_table_ptr, kv_head, scale, BLOCK_SIZE,
+            query, query_pos, first_pos, state, 0, masked_from, planes, block_table_ptr, kv_head, scale, BLOCK_SIZE,
             NUM_KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_N, WINDOW, SOFT_CAP, KIND, MASKED=False,
         )  # fmt: skip
     state = attend_keys(
-        query, query_pos, state, masked_from, end, planes, block_table_ptr, kv_head, scale, BLOCK_SIZE,
+        query, query_pos, first_pos, state, masked_from, end, planes, block_table_ptr, kv_head, scale, BLOCK_SIZE,
         NUM_KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_N, WINDOW, SOFT_CAP, KIND, MASKED=True,
     )  # fmt: skip
     acc, row_max, row_sum = state

@@ -76,40 +76,43 @@ inline float soften(float* scores, int64_t count) {
 template <typename T>
 struct Cache { const T *k, *v; int64_t block_size; };
 
-// KV heads [first_head, last_head) of one sequence; blocks are read once each, in the order of the table.
+// Tokens [first, last) of one sequence, and of each the KV heads [first_head, last_head); blocks are read once each, in
+// the order of the table.
 template <typename T, int DIM, int GROUP>
-void attend_sequence(T* out, const T* q, Cache<T> cache, Heads heads, const int32_t* blocks, int64_t seq_len,
-                     float scale, int64_t first_head, int64_t last_head) {
+void attend_sequence(T* out, const T* q, Cache<T> cache, Heads heads, const int32_t* blocks, int64_t first,
+                     int64_t last, float scale, int64_t first_head, int64_t last_head) {
     static thread_local std::vector<float> scratch;
     Group<T, DIM, GROUP> parts{heads.head_dim, heads.num_heads / heads.num_kv_heads};
     const int64_t dim = parts.dim(), group = parts.group(), per_head = group * dim;
     const int64_t num_heads = last_head - first_head, token_stride = heads.num_kv_heads * dim;
-    scratch.assign(num_heads * (2 * per_head + group * seq_len), 0.0f);
+    const int64_t num_tokens = last - first;
+    scratch.assign(num_heads * (2 * per_head + group * num_tokens), 0.0f);
     float *queries = scratch.data(), *sums = queries + num_heads * per_head, *scores = sums + num_heads * per_head;
     for (int64_t i = 0; i < num_heads * per_head; ++i) queries[i] = load(q[first_head * per_head + i]) * scale;
     auto each_block = [&](auto visit) {
-        for (int64_t first = 0; first < seq_len; first += cache.block_size) {
-            int64_t count = std::min(cache.block_size, seq_len - first);
-            int64_t at = int64_t(blocks[first / cache.block_size]) * cache.block_size * token_stride;
+        for (int64_t token = first, count; token < last; token += count) {
+            const int64_t within = token % cache.block_size;
+            count = std::min(cache.block_size - within, last - token);
+            int64_t at = (int64_t(blocks[token / cache.block_size]) * cache.block_size + within) * token_stride;
             for (int64_t head = 0; head < num_heads; ++head)
-                visit(head, at + (first_head + head) * dim, scores + head * group * seq_len + first, count);
+                visit(head, at + (first_head + head) * dim, scores + head * group * num_tokens + token - first, count);
         }
     };
     each_block([&](int64_t head, int64_t at, float* s, int64_t count) {
-        parts.score(s, seq_len, queries + head * per_head, cache.k + at, token_stride, count);
+        parts.score(s, num_tokens, queries + head * per_head, cache.k + at, token_stride, count);
     });
     for (int64_t row = 0; row < num_heads * group; ++row) {
-        float inverse = 1.0f / soften(scores + row * seq_len, seq_len);
-        for (int64_t i = 0; i < seq_len; ++i) scores[row * seq_len + i] *= inverse;
+        float inverse = 1.0f / soften(scores + row * num_tokens, num_tokens);
+        for (int64_t i = 0; i < num_tokens; ++i) scores[row * num_tokens + i] *= inverse;
     }
     each_block([&](int64_t head, int64_t at, float* s, int64_t count) {
-        parts.accumulate(sums + head * per_head, s, seq_len, cache.v + at, token_stride, count);
+        parts.accumulate(sums + head * per_head, s, num_tokens, cache.v + at, token_stride, count);
     });
     for (int64_t i = 0; i < num_heads * per_head; ++i) store(out[first_head * per_head + i], sums[i]);
 }
 
 template <typename T>
-using Attend = void (*)(T*, const T*, Cache<T>, Heads, const int32_t*, int64_t, float, int64_t, int64_t);
+using Attend = void (*)(T*, const T*, Cache<T>, Heads, const int32_t*, int64_t, int64_t, float, int64_t, int64_t);
 
 template <typename T, int DIM>
 Attend<T> with_group(int64_t group) {
@@ -149,13 +152,14 @@ struct DecodeTasks {
     Cache<T> cache;
     Heads heads;
     Sequences sequences;
+    int64_t window;  // of the new token and those before it, how many it sees; 0 = all
     float scale;
     int64_t heads_per_task;
     Attend<T> attend;
 
-    DecodeTasks(T* out, const T* q, Cache<T> cache, Heads heads, Sequences sequences, float scale, int num_threads,
-                Attend<T> attend)
-        : out(out), q(q), cache(cache), heads(heads), sequences(sequences), scale(scale),
+    DecodeTasks(T* out, const T* q, Cache<T> cache, Heads heads, Sequences sequences, int64_t window, float scale,
+                int num_threads, Attend<T> attend)
+        : out(out), q(q), cache(cache), heads(heads), sequences(sequences), window(window), scale(scale),
           heads_per_task(sequences.num_seqs >= 4 * num_threads || num_threads == 1 ? heads.num_kv_heads : 1),
           attend(attend) {}
 
@@ -166,7 +170,8 @@ struct DecodeTasks {
         int64_t seq = task / tasks_per_seq, head = task % tasks_per_seq * heads_per_task;
         if (sequences.num_new(seq) != 1) return;
         int64_t row = sequences.cu_seqlens[seq] * heads.num_heads * heads.head_dim;
-        attend(out + row, q + row, cache, heads, sequences.blocks(seq), sequences.seq_lens[seq], scale, head,
+        int64_t last = sequences.seq_lens[seq], first = window ? std::max<int64_t>(0, last - window) : 0;
+        attend(out + row, q + row, cache, heads, sequences.blocks(seq), first, last, scale, head,
                head + heads_per_task);
     }
 };

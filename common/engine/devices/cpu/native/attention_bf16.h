@@ -108,15 +108,17 @@ struct TokenScratch {
 // a token together, and fetched ahead.
 template <int DIM>
 void attend_bf16(bfloat16* out, const bfloat16* q, Cache<bfloat16> cache, Heads heads, const int32_t* blocks,
-                 int64_t seq_len, float scale, int64_t first_head, int64_t last_head) {
+                 int64_t first_token, int64_t last_token, float scale, int64_t first_head, int64_t last_head) {
     static thread_local TokenScratch scratch;
-    const int64_t group = heads.num_heads / heads.num_kv_heads, padded = (seq_len + kKeys - 1) / kKeys * kKeys;
+    const int64_t num_tokens = last_token - first_token, padded = (num_tokens + kKeys - 1) / kKeys * kKeys;
+    const int64_t group = heads.num_heads / heads.num_kv_heads;
     const int64_t num_heads = last_head - first_head, num_rows = num_heads * group;
     scratch.fit(padded, num_rows, DIM);
     int64_t* offsets = scratch.offsets.data();
-    for (int64_t token = 0, block = 0, within = 0; token < padded + kKeysAhead; ++token) {
+    int64_t block = first_token / cache.block_size, within = first_token % cache.block_size;
+    for (int64_t token = 0; token < padded + kKeysAhead; ++token) {
         offsets[token] = (blocks[block] * cache.block_size + within) * heads.num_kv_heads * DIM;
-        if (token + 1 >= seq_len) continue;
+        if (token + 1 >= num_tokens) continue;
         if (++within == cache.block_size) ++block, within = 0;
     }
     q += first_head * group * DIM, out += first_head * group * DIM;
@@ -136,7 +138,7 @@ void attend_bf16(bfloat16* out, const bfloat16* q, Cache<bfloat16> cache, Heads 
         }
     });
     for (int64_t row = 0; row < num_rows; ++row)
-        scratch.totals[row] = exp_weights(weights + row * padded, scores + row * padded, seq_len, scale);
+        scratch.totals[row] = exp_weights(weights + row * padded, scores + row * padded, num_tokens, scale);
     each_chunk(cache.v, [&](int64_t token, int64_t head, const bfloat16* values) {
         for (int64_t part = 0; part < DIM; part += 64)
             for (int64_t g = 0; g < group; g += kMaxGroup) {

@@ -52,11 +52,11 @@ void pdserve_rope_write(void* q_out, void* k_cache, void* v_cache, const void* q
 void pdserve_decode_attention(void* out, const void* q, const void* k_cache, const void* v_cache, int64_t block_size,
                               int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, const int32_t* cu_seqlens,
                               const int32_t* seq_lens, const int32_t* block_tables, int64_t table_stride,
-                              int64_t num_seqs, float scale, int is_bfloat16, int num_threads) {
+                              int64_t num_seqs, int64_t window, float scale, int is_bfloat16, int num_threads) {
     const Sequences sequences{cu_seqlens, seq_lens, block_tables, table_stride, num_seqs};
     const Heads heads{num_heads, num_kv_heads, head_dim};
     DISPATCH(const Cache<T> cache{(const T*)k_cache, (const T*)v_cache, block_size};
-             const DecodeTasks<T> tasks((T*)out, (const T*)q, cache, heads, sequences, scale, num_threads,
+             const DecodeTasks<T> tasks((T*)out, (const T*)q, cache, heads, sequences, window, scale, num_threads,
                                         attend_for<T>(heads));
              decode_attention(tasks, num_threads))
 }

@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from common.checkpoint.layers import AttentionOptions
 from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.draws import Candidates
 from common.engine.contract.elementwise import TorchElementwise
@@ -21,7 +22,7 @@ class NativeOps:
         self._add_rms_norm = function(library, "pdserve_add_rms_norm", "pppppfiibb")
         self._silu_mul = function(library, "pdserve_silu_mul", "ppiibb")
         self._rope_write = function(library, "pdserve_rope_write", "ppppppiiipppiiiibb")
-        self._decode_attention = function(library, "pdserve_decode_attention", "ppppiiiipppiifbb")
+        self._decode_attention = function(library, "pdserve_decode_attention", "ppppiiiipppiiifbb")
         self._best = function(library, "pdserve_best", "piiippb")
         self._draw_candidates = function(library, "pdserve_draw_candidates", "pppipppppiib")
         self._torch = TorchElementwise()
@@ -79,16 +80,19 @@ class NativeOps:
         return rotated
 
     def decode_attention(
-        self, out: torch.Tensor, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, scale: float
+        self, out: torch.Tensor, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, options: AttentionOptions
     ) -> None:
-        """Rows of `out` and `q` [num_tokens, num_heads, head_dim] whose sequence has one new token; others stay."""
+        """Rows of `out` and `q` [num_tokens, num_heads, head_dim] whose sequence has one new token; others stay.
+
+        Without a soft cap. Of a window only its tokens are read.
+        """
         keys, values = kv
         _, block_size, num_kv_heads, head_dim = keys.shape
         tables = batch.block_tables
         self._decode_attention(
             out.data_ptr(), q.data_ptr(), keys.data_ptr(), values.data_ptr(),
             block_size, q.shape[1], num_kv_heads, head_dim, batch.cu_seqlens_q.data_ptr(), batch.seq_lens.data_ptr(),
-            tables.data_ptr(), tables.stride(0), tables.shape[0], scale, *_kind(q),
+            tables.data_ptr(), tables.stride(0), tables.shape[0], options.window, options.scale, *_kind(q),
         )  # fmt: skip
 
     def best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -147,7 +147,7 @@ class StepRunner {
             team.each(prefill_.num_packs(), [&](int64_t index) { prefill_.pack(index, cache); });
             team.wait();
         }
-        DecodeTasks<bfloat16> decode(work_.attended.data(), step_.queries, cache, heads_, sequences_, model_.scale,
+        DecodeTasks<bfloat16> decode(work_.attended.data(), step_.queries, cache, heads_, sequences_, 0, model_.scale,
                                      team.num_threads, attend_bf16_for(heads_));
         const bool has_decode = int64_t(prefill_.runs.size()) < step_.num_seqs;
         const int64_t num_decode = has_decode ? decode.count() : 0, num_tasks = num_decode + prefill_.num_tiles();

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from common.checkpoint.layers import AttentionOptions, Rope
-from common.engine.contract.attention import AttentionBatch
+from common.engine.contract.attention import AttentionBatch, LayerKV
+from common.engine.contract.kv_spec import first_token_needed
 from common.engine.devices.cpu.attention import CpuAttention, rotate
 from common.engine.devices.cpu.gathers import group_by_length
+from common.engine.devices.cpu.native.ops import NativeOps, native_ops
 from common.engine.model.rope import cos_sin_table
 from tests.common.engine.model.batches import Run, batch_of, scattered_runs
 
@@ -34,8 +36,9 @@ class Case:
         *,
         window: int = 0,
         soft_cap: float = 0.0,
+        ops: NativeOps | None = None,
     ) -> None:
-        self.runs, self.block_size, self.dtype = runs, block_size, dtype
+        self.runs, self.block_size, self.dtype, self.ops = runs, block_size, dtype, ops
         num_heads, num_kv_heads, head_dim = heads
         self.options, self.cos_sin = AttentionOptions(head_dim**-0.5, window, soft_cap), table(head_dim)
         generator = torch.Generator().manual_seed(1)
@@ -54,10 +57,17 @@ class Case:
         self.k, self.v = randn(num_tokens, num_kv_heads, head_dim), randn(num_tokens, num_kv_heads, head_dim)
 
     def run(self, batch: AttentionBatch | None = None) -> torch.Tensor:
-        backend, batch = CpuAttention(None), batch or batch_of(self.runs, self.block_size)
-        layer = tuple(self.kv)
-        q = backend.rope_and_write(self.q, self.k, self.v, self.cos_sin, layer, batch)
-        return backend.attend(q, layer, batch, self.options)
+        backend, batch = CpuAttention(self.ops), batch or batch_of(self.runs, self.block_size)
+        q = backend.rope_and_write(self.q, self.k, self.v, self.cos_sin, tuple(self.kv), batch)
+        return backend.attend(q, self._without_released(), batch, self.options)
+
+    def _without_released(self) -> LayerKV:
+        """The cache when others have what lies behind the window: no numbers are left there."""
+        kv = self.kv.clone()
+        for run in self.runs:
+            behind = run.slots(self.block_size)[: first_token_needed(run.start, self.options.window)]
+            kv.view(2, -1, *kv.shape[3:])[:, behind] = math.nan
+        return tuple(kv)
 
     def expected(self) -> torch.Tensor:
         """Reads the cache as `run` left it."""
@@ -115,10 +125,34 @@ def test_a_mixed_batch_equals_float64_attention(heads: tuple[int, int, int], dty
 
 @pytest.mark.parametrize("soft_cap", [0.0, 1.5])
 @pytest.mark.parametrize("window", [1, 7, 64, 1000])
-def test_window_and_soft_cap_equal_float64_attention(window: int, soft_cap: float) -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_window_and_soft_cap_equal_float64_attention_and_nothing_behind_is_read(
+    window: int, soft_cap: float, is_compiled: bool
+) -> None:
+    ops = native_ops() if is_compiled else None
+    if is_compiled and ops is None:
+        pytest.skip("no C++ compiler")
     lens = [(33, 1), (0, 17), (127, 1), (16, 150), (0, 1), (15, 1), (100, 70), (200, 1)]
     runs = scattered_runs(lens, 16, NUM_BLOCKS)
-    Case(runs, 16, (6, 2, 24), torch.float32, window=window, soft_cap=soft_cap).check()
+    for heads, dtype in (((6, 2, 24), torch.float32), ((4, 2, 64), torch.bfloat16), ((4, 1, 256), torch.bfloat16)):
+        Case(runs, 16, heads, dtype, window=window, soft_cap=soft_cap, ops=ops).check()
+
+
+def test_layers_of_two_groups_read_their_own_blocks_in_turn() -> None:
+    """Both batches of a step; the backend keeps what it gathered for each, and forgets it with the step."""
+    first, second = (
+        Case(scattered_runs([(40, 1), (9, 4)], 16, NUM_BLOCKS, seed), 16, (4, 2, 16), torch.float32) for seed in (0, 1)
+    )
+    backend = CpuAttention(None)
+    for _ in range(2):
+        whole = batch_of(first.runs, 16)
+        parts = batch_of(second.runs, 16)
+        batches = whole, replace(whole, slot_mapping=parts.slot_mapping, block_tables=parts.block_tables)
+        for case, batch in ((first, batches[0]), (second, batches[1]), (first, batches[0])):
+            q = backend.rope_and_write(case.q, case.k, case.v, case.cos_sin, tuple(case.kv), batch)
+            output = backend.attend(q, tuple(case.kv), batch, case.options)
+            torch.testing.assert_close(output.double(), case.expected(), atol=1e-5, rtol=1e-5)
+        assert len(backend._gathers) == 2
 
 
 def test_rope_and_write_puts_rotated_keys_into_their_slots_and_nothing_else() -> None:

@@ -109,16 +109,18 @@ def _attend(
     return backend.attend(rotated, layer, batch, AttentionOptions(head_dim**-0.5)), kv
 
 
-def test_a_sequence_attends_alike_alone_and_in_any_batch(ops: NativeOps, threads: None) -> None:
+@pytest.mark.parametrize("window", [0, 21])
+def test_a_sequence_attends_alike_alone_and_in_any_batch(ops: NativeOps, threads: None, window: int) -> None:
+    options = AttentionOptions(0.125, window)
     runs = scattered_runs([(40, 1), (3, 1), (100, 1)] * 6, 16, num_blocks=400)
     generator = torch.Generator().manual_seed(3)
     kv = torch.randn(2, 400, 16, 3, 64, generator=generator)
     q = torch.randn(len(runs), 9, 64, generator=generator)
     out = torch.empty_like(q)
-    ops.decode_attention(out, q, tuple(kv), batch_of(runs, 16), 0.125)
+    ops.decode_attention(out, q, tuple(kv), batch_of(runs, 16), options)
     for row, run in enumerate(runs):
         alone = torch.empty_like(q[:1])
-        ops.decode_attention(alone, q[row : row + 1], tuple(kv), batch_of([run], 16), 0.125)
+        ops.decode_attention(alone, q[row : row + 1], tuple(kv), batch_of([run], 16), options)
         assert torch.equal(alone[0], out[row])
 
 

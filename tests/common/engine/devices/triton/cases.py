@@ -1,11 +1,12 @@
 """Inputs for the kernels, used on the CPU and on a GPU: a paged cache whose unused slots are poisoned."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from common.engine.contract.attention import AttentionBatch, LayerKV
+from common.engine.contract.kv_spec import first_token_needed
 from common.engine.kv.attention_planes import attention_planes, write_rows
 from common.engine.kv.quantized import LIMITS, is_quantized
 
@@ -70,6 +71,18 @@ def attention_case(lengths: Sequence[tuple[int, int]], shape: Shape, seed: int =
     )
     q = _queries(sum(query_lens), shape, generator)
     return AttentionCase(q, tuple(plane.to(shape.device) for plane in kv), batch, scale=2.0 * shape.head_dim**-0.5)
+
+
+def without_released(case: AttentionCase, window: int) -> AttentionCase:
+    """The case when others have the blocks behind the window: their slots hold no numbers."""
+    kv = tuple(plane.clone() for plane in case.kv)
+    size, bounds = kv[0].shape[1], case.batch.cu_seqlens_q.tolist()
+    for idx, seq_len in enumerate(case.batch.seq_lens.tolist()):
+        position = torch.arange(first_token_needed(seq_len - (bounds[idx + 1] - bounds[idx]), window))
+        slots = case.batch.block_tables[idx].long().cpu()[position // size] * size + position % size
+        for plane in kv:
+            plane.view(torch.uint8).flatten(0, 1)[slots.to(plane.device)] = 0xFF
+    return replace(case, kv=kv)
 
 
 def poisoned_cache(num_blocks: int, shape: Shape) -> LayerKV:
