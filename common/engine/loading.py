@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from common.checkpoint import Checkpoint, CheckpointError, ModelSpec, open_checkpoint
+from common.checkpoint.families import layers_of
 from common.engine.contract.device import Device
 from common.engine.contract.kv_spec import KVGroup, KVSpec
 from common.engine.contract.progress import LoadPhase, Progress, no_progress
@@ -18,11 +19,13 @@ from common.engine.executor.graphs import DecodeGraphs
 from common.engine.executor.runner import ModelRunner
 from common.engine.executor.self_test import self_test
 from common.engine.kv.attention_planes import attention_planes
-from common.engine.kv.cache import KVCache, num_blocks_that_fit
+from common.engine.kv.cache import KVCache
+from common.engine.kv.sizing import Demand, longest_sequence, num_blocks_asked_for, num_blocks_that_fit
 from common.engine.model.decoder import Decoder, build_decoder
 from common.engine.model.weights import open_weights
 from common.engine.sampling.guided import GuidedRows
 from common.guided.masks import GrammarFailed, Masks, guided_tokenizer
+from common.telemetry.logs import get_logger
 from common.values.config import KVCacheDtype, Quantization, WorkerConfig
 from common.values.request import Fingerprint
 
@@ -56,7 +59,7 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
     progress(LoadPhase.CACHE, 0.0)
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, device.dtype)
     kv_spec = kv_spec_of(spec, kv_dtype, config.block_size)
-    cache = KVCache(kv_spec, _num_blocks(config, spec, kv_spec), device.place)
+    cache = _new_cache(kv_spec, _num_blocks(config, spec, kv_spec), device)
     on_taken = partial(progress, LoadPhase.WEIGHTS)
     weights = open_weights(checkpoint, device.dtype, device.place, on_taken, dequantize)
     model = build_decoder(spec, weights, device)
@@ -65,7 +68,7 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
     runner = _new_runner(config, model, cache, device, max_model_len, guided)
     progress(LoadPhase.SELF_TEST, 0.0)
     device.tune(cache.layers[0], spec.num_heads, spec.head_dim)
-    self_test(runner)
+    self_test(runner, len(kv_spec.groups))
     return LoadedModel(
         device=device,
         guided=guided,
@@ -104,7 +107,7 @@ def refit(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
     if (num_blocks, kv_spec) != (cache.num_blocks, cache.spec):
         cache.free()
         gc.collect()  # the ended role is a web of callbacks: what it holds besides, as CUDA graphs, goes with it
-        cache = KVCache(kv_spec, num_blocks, loaded.device.place)
+        cache = _new_cache(kv_spec, num_blocks, loaded.device)
     max_model_len = _max_model_len(config, loaded.spec, cache)
     runner = _new_runner(config, loaded.model, cache, loaded.device, max_model_len, loaded.guided)
     return replace(loaded, runner=runner, cache=cache, max_model_len=max_model_len)
@@ -133,19 +136,35 @@ def _new_runner(
 
 
 def kv_spec_of(spec: ModelSpec, kv_dtype: torch.dtype, block_size: int) -> KVSpec:
-    """What a token of a model leaves behind. Raises ValueError where heads cannot be stored as codes."""
+    """What a token of a model leaves behind: a group for each window, the one that sees all tokens first.
+
+    Raises ValueError where heads cannot be stored as codes.
+    """
+    layers_by_window: dict[int, list[int]] = {}
+    for number, layer in enumerate(layers_of(spec)):
+        layers_by_window.setdefault(layer.attention.window, []).append(number)
     planes = attention_planes(spec.num_kv_heads, spec.head_dim, kv_dtype)
-    return KVSpec(block_size, (KVGroup(tuple(range(spec.num_layers)), planes),))
+    groups = (KVGroup(tuple(layers), planes, window) for window, layers in sorted(layers_by_window.items()))
+    return KVSpec(block_size, tuple(groups))
+
+
+def _new_cache(kv_spec: KVSpec, num_blocks: tuple[int, ...], device: Device) -> KVCache:
+    cache = KVCache(kv_spec, num_blocks, device.place)
+    for group, count in zip(kv_spec.groups, num_blocks, strict=True):
+        sizes = {"num_blocks": count, "num_bytes": count * kv_spec.block_size * group.bytes_per_token}
+        get_logger().info("kv_cache", group=str(group), bytes_per_token=group.bytes_per_token, **sizes)
+    return cache
 
 
 def _num_blocks(config: WorkerConfig, spec: ModelSpec, kv_spec: KVSpec) -> tuple[int, ...]:
+    demand = Demand(_max_len(config, spec), config.max_num_seqs, config.max_num_batched_tokens)
     if config.num_blocks:
-        return (config.num_blocks,) * len(kv_spec.groups)
-    return num_blocks_that_fit(config.kv_cache_bytes, kv_spec, _max_len(config, spec))
+        return num_blocks_asked_for(config.num_blocks, kv_spec, demand)
+    return num_blocks_that_fit(config.kv_cache_bytes, kv_spec, demand)
 
 
 def _max_model_len(config: WorkerConfig, spec: ModelSpec, cache: KVCache) -> int:
-    return min(_max_len(config, spec), cache.num_slots)
+    return longest_sequence(cache.spec, cache.num_blocks, _max_len(config, spec))
 
 
 def _max_len(config: WorkerConfig, spec: ModelSpec) -> int:

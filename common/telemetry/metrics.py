@@ -44,7 +44,12 @@ METRICS: tuple[Spec, ...] = (
     Spec("pdserve_requests_running", "gauge", "Requests being computed", alias="vllm:num_requests_running"),
     Spec("pdserve_requests_waiting", "gauge", "Requests queued", alias="vllm:num_requests_waiting"),
     Spec("pdserve_waiting_uncached_tokens", "gauge", "Prompt tokens queued that no cache holds"),
-    Spec("pdserve_kv_blocks", "gauge", "KV blocks by state: used, cached, free, held", ("state",)),
+    Spec(
+        "pdserve_kv_blocks",
+        "gauge",
+        "KV blocks by state: used, cached, free, held; of layers that see all tokens, if any",
+        ("state",),
+    ),
     Spec("pdserve_kv_blocks_total", "gauge", "KV blocks of the pool"),
     Spec("pdserve_kv_cache_usage_ratio", "gauge", "Used and held share of the pool", alias="vllm:kv_cache_usage_perc"),
     Spec("pdserve_requests", "counter", "Requests ended, by outcome", ("status", "error_type")),

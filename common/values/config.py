@@ -67,7 +67,9 @@ class WorkerSettings(BaseModel):
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = any free one")
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0 = any free one")
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
-    num_blocks: int = Field(0, ge=0, description="KV blocks; 0 = as many as kv_cache_bytes holds")
+    num_blocks: int = Field(
+        0, ge=0, description="KV blocks of each group of layers; 0 = as many as kv_cache_bytes holds"
+    )
     kv_cache_bytes: int = Field(512 << 20, ge=1, description="memory for the KV cache")
     max_num_seqs: int = Field(32, ge=1, description="sequences in one decode step")
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one step (chunk size)")

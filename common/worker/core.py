@@ -176,7 +176,7 @@ class WorkerCore(Generic[RequestT]):
     def stats(self, now_s: float) -> WorkerStats:
         """What routers are sent about this worker; reads only."""
         state, role = self.role.state, self.role
-        pool, scheduler = self.blocks.stats(), state.scheduler
+        pool, scheduler = self.blocks.reported_stats(), state.scheduler
         return WorkerStats(
             state=WorkerState.DRAINING if state.draining.is_requested else WorkerState.READY,
             num_running=len(scheduler.running),

@@ -97,7 +97,7 @@ def _instrumented(times: _Timed) -> Iterator[None]:
         return run_timed
 
     with (
-        patch.object(runner_module, "build_batch", timed("build inputs", runner_module.build_batch)),
+        patch.object(runner_module, "build_batches", timed("build inputs", runner_module.build_batches)),
         patch.object(runner_module, "_sample", timed("sample", runner_module._sample)),
         patch.object(Decoder, "forward", timed("model", Decoder.forward)),
     ):

@@ -33,7 +33,7 @@ def _touched(world: "ClusterWorld", name: str) -> Iterable[tuple[str, tuple[int,
             yield f"a write of {write.transfer_id}", write.block_table, tokens
     if (step := world.processes[name].step) is not None:
         for sequence in step[0].plan.sequences:
-            yield "a step", sequence.block_table, range(sequence.start + len(sequence.token_ids))
+            yield "a step", sequence.block_tables[0], range(sequence.start + len(sequence.token_ids))
 
 
 def check_quiet(world: "ClusterWorld") -> None:

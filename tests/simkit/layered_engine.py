@@ -62,8 +62,8 @@ class LayeredEngine:
         """Write one layer's rows of all scheduled tokens."""
         for sequence in plan.sequences:
             for position, token_id in enumerate(sequence.token_ids, sequence.start):
-                previous = self.read(layer, sequence.block_table, position - 1) if position else layer
-                self.write(layer, sequence.block_table, position, _chain(previous, token_id))
+                previous = self.read(layer, sequence.block_tables[0], position - 1) if position else layer
+                self.write(layer, sequence.block_tables[0], position, _chain(previous, token_id))
 
     def finish(self, plan: StepPlan, duration_s: float) -> StepResult:
         """Sample what was asked for."""
@@ -82,7 +82,8 @@ class LayeredEngine:
     def _sample(self, sequence: ScheduledSequence) -> SequenceResult:
         end = sequence.start + len(sequence.token_ids)
         rows = [
-            [self.read(layer, sequence.block_table, position) for position in range(end)] for layer in range(NUM_LAYERS)
+            [self.read(layer, sequence.block_tables[0], position) for position in range(end)]
+            for layer in range(NUM_LAYERS)
         ]
         return SequenceResult(sequence.sequence_id, tuple((_sampled(rows, spec),) for spec in sequence.samples))
 

@@ -99,7 +99,7 @@ class CompiledRun(Protocol):
     def forward(
         self,
         hidden: torch.Tensor,  # [num_tokens, hidden_size], overwritten
-        batch: AttentionBatch,
+        batch: AttentionBatch,  # of all its layers
         kv: Sequence[LayerKV],  # of its layers
         rows: torch.Tensor | None,  # [num_rows] int64, ascending: what is wanted past the last attention; None = all
         layer_hook: LayerHook | None,  # called with the number of its own layers whose KV is written

@@ -107,6 +107,12 @@ class KVSpec:
         return replace(self, groups=tuple(group.of_rank(rank) for group in self.groups))
 
     @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """The index of each layer's group."""
+        by_layer = {layer: idx for idx, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(by_layer[layer] for layer in range(self.num_layers))
+
+    @property
     def bytes_per_token(self) -> int:
         """One token in all layers."""
         return sum(group.bytes_per_token for group in self.groups)

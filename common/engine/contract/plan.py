@@ -32,7 +32,8 @@ class ScheduledSequence:
 
     `token_ids[i]` stands at position `start + i`; the KV of positions < `start` is in place.
     `block_tables` has one table per group of the model's `KVSpec`: its entry j is the block of positions
-    [j * block_size, (j + 1) * block_size), and it covers every position up to `start + num_new`.
+    [j * block_size, (j + 1) * block_size), and it covers every position up to `start + num_new`. Behind a group's
+    window it names any block: nothing is read there.
     `samples` are drawn from the last token's logits, one per choice; () = a prefill chunk that does not end the prompt.
 
     `draft_token_ids` are guesses at what follows, verified in the same pass: there is one choice then, and `samples`
@@ -65,12 +66,6 @@ class ScheduledSequence:
     def num_logits(self) -> int:
         """Rows of logits that are wanted: of the last so many new tokens."""
         return 1 + len(self.draft_token_ids) if self.samples else 0
-
-    @property
-    def block_table(self) -> tuple[int, ...]:
-        """That of a model whose layers are all in one group."""
-        (block_table,) = self.block_tables
-        return block_table
 
 
 @dataclass(frozen=True, slots=True)

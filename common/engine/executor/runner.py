@@ -55,7 +55,8 @@ class ModelRunner:
     def _forward_and_sample(
         self, sequences: Sequence[ScheduledSequence], layer_hook: LayerHook | None
     ) -> tuple[SequenceResult, ...]:
-        batch = build_batch(sequences, self._cache.block_size, self._device.place)
+        spec = self._cache.spec
+        batches = build_batches(sequences, len(spec.groups), spec.block_size, self._device.place)
         token_ids = self._int64([token_id for seq in sequences for token_id in seq.new_token_ids])
         ends = accumulate(seq.num_new for seq in sequences)
         rows = [row for seq, end in zip(sequences, ends, strict=True) for row in range(end - seq.num_logits, end)]
@@ -63,11 +64,12 @@ class ModelRunner:
         specs = [spec for seq in sampled for spec in seq.samples]
         allowed = self._guided.start(specs)
         has_all_rows = layer_hook is None and len(rows) == len(token_ids)
-        if has_all_rows and self._graphs is not None and self._graphs.can_run(batch):
-            logits = self._graphs.run(token_ids, batch)
+        if has_all_rows and self._graphs is not None and self._graphs.can_run(batches[0]):
+            logits = self._graphs.run(token_ids, batches)
         else:
             hook = _marking(self._cache.fence, layer_hook) if self._cache.fence is not None else layer_hook
-            logits = self._model.forward(token_ids, batch, self._cache.layers, self._int64(rows), hook)
+            by_layer = self._cache.by_layer(batches)
+            logits = self._model.forward(token_ids, by_layer, self._cache.layers, self._int64(rows), hook)
         return _sample(sampled, specs, logits, self._device.draws, allowed()) if sampled else ()
 
     def _int64(self, values: list[int]) -> torch.Tensor:
@@ -89,39 +91,57 @@ def _marking(fence: Fence, layer_hook: LayerHook | None) -> LayerHook:
     return mark_and_call
 
 
-def build_batch(
-    sequences: Sequence[ScheduledSequence], block_size: int, device: torch.device | str = "cpu"
-) -> AttentionBatch:
-    """Where every token of the step stands. Raises ValueError when a block table is too short."""
+def build_batches(
+    sequences: Sequence[ScheduledSequence], num_groups: int, block_size: int, device: torch.device | str = "cpu"
+) -> tuple[AttentionBatch, ...]:
+    """Where every token of the step stands, for each group of layers. Raises ValueError when a table is too short."""
     lens = [seq.start + seq.num_new for seq in sequences]
     num_new = torch.tensor([seq.num_new for seq in sequences])
     cu_seqlens = torch.zeros(len(sequences) + 1, dtype=torch.int32)
     torch.cumsum(num_new, 0, out=cu_seqlens[1:])
-    block_tables = _pad_tables(sequences, lens, block_size)
+    tables = _pad_tables(sequences, num_groups, lens, block_size)
     seq_of_token = torch.repeat_interleave(torch.arange(len(sequences)), num_new)
     starts = torch.tensor([seq.start for seq in sequences])
     positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[seq_of_token] + starts[seq_of_token]
-    blocks = block_tables[seq_of_token, positions // block_size].long()
-    return AttentionBatch(
-        positions=positions.to(device),
-        slot_mapping=(blocks * block_size + positions % block_size).to(device),
-        cu_seqlens_q=cu_seqlens.to(device),
-        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        block_tables=block_tables.to(device),
-        max_query_len=int(num_new.max()),
-        max_seq_len=max(lens),
+    blocks = tables[:, seq_of_token, positions // block_size].long()
+    slots = (blocks * block_size + positions % block_size).to(device)
+    shared = {
+        "positions": positions.to(device),
+        "cu_seqlens_q": cu_seqlens.to(device),
+        "seq_lens": torch.tensor(lens, dtype=torch.int32, device=device),
+    }
+    max_query_len, max_seq_len, tables = int(num_new.max()), max(lens), tables.to(device)
+    return tuple(
+        AttentionBatch(
+            **shared,
+            slot_mapping=slots[idx],
+            block_tables=tables[idx],
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+        for idx in range(num_groups)
     )
 
 
-def _pad_tables(sequences: Sequence[ScheduledSequence], lens: list[int], block_size: int) -> torch.Tensor:
-    """[num_seqs, max_blocks] int32, cut to the blocks in use and padded with 0."""
+def _pad_tables(
+    sequences: Sequence[ScheduledSequence], num_groups: int, lens: list[int], block_size: int
+) -> torch.Tensor:
+    """[num_groups, num_seqs, max_blocks] int32, cut to the blocks in use and padded with 0."""
     counts = [-(-length // block_size) for length in lens]
-    for seq, count in zip(sequences, counts, strict=True):
-        if len(seq.block_table) < count:
-            raise ValueError(f"sequence {seq.sequence_id}: {len(seq.block_table)} blocks, {count} needed")
     width = max(counts)
-    rows = [seq.block_table[:count] + (0,) * (width - count) for seq, count in zip(sequences, counts, strict=True)]
-    return torch.tensor(rows, dtype=torch.int32)
+    rows = [
+        _pad_table(seq, idx, count, width)
+        for idx in range(num_groups)
+        for seq, count in zip(sequences, counts, strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.int32).view(num_groups, len(sequences), width)
+
+
+def _pad_table(sequence: ScheduledSequence, group_idx: int, count: int, width: int) -> tuple[int, ...]:
+    table = sequence.block_tables[group_idx]
+    if len(table) < count:
+        raise ValueError(f"sequence {sequence.sequence_id}: {len(table)} blocks, {count} needed")
+    return table[:count] + (0,) * (width - count)
 
 
 def _sample(

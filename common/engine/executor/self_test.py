@@ -6,10 +6,10 @@ from common.engine.contract.plan import SampleSpec, ScheduledSequence, StepPlan
 from common.values.request import SamplingParams
 
 
-def self_test(runner: Runner) -> None:
-    """Prefill a token and draw the next, in the first block of an unused cache. Raises CheckpointError."""
+def self_test(runner: Runner, num_groups: int) -> None:
+    """Prefill a token and draw the next, in the first blocks of an unused cache. Raises CheckpointError."""
     greedy = SampleSpec(choice_idx=0, position=0, params=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
-    prefill = ScheduledSequence(0, (0,), 0, ((0,),), samples=(greedy,))
+    prefill = ScheduledSequence(0, (0,), 0, ((0,),) * num_groups, samples=(greedy,))
     (first,) = runner.run(StepPlan(0, (prefill,))).results
     if first.error is not None:
         raise CheckpointError(f"the model computes nothing that can be sampled from: {first.error}")

@@ -4,6 +4,7 @@ It knows groups, planes and rows (`common.engine.contract.kv_spec`), not what a 
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +12,8 @@ from common.engine.contract.attention import LayerKV
 from common.engine.contract.kv_spec import KVSpec, Plane
 from common.engine.kv.fence import Fence, StreamFence
 from common.engine.kv.pages import advise_huge_pages, give_back_pages
+
+T = TypeVar("T")
 
 
 class KVCache:
@@ -30,18 +33,13 @@ class KVCache:
             for group, count in zip(spec.groups, self.num_blocks, strict=True)
         )
         self.layers = self._layers()
+        self._group_of_layer = spec.group_of_layer
         # None: what computes and what copies are in one order anyway
         self.fence: Fence | None = StreamFence(spec.num_layers) if self.device.type == "cuda" else None
 
     @property
     def block_size(self) -> int:
         return self.spec.block_size
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that a single sequence can have at most: those of a group without a window."""
-        full = [count for group, count in zip(self.spec.groups, self.num_blocks, strict=True) if not group.window]
-        return min(full or self.num_blocks) * self.block_size
 
     @property
     def nbytes(self) -> int:
@@ -70,25 +68,15 @@ class KVCache:
             data = plane.view(torch.uint8)
             data.index_copy_(1, targets, data.index_select(1, sources))
 
+    def by_layer(self, of_groups: Sequence[T]) -> list[T]:
+        """What is given for each group, for each layer."""
+        return [of_groups[idx] for idx in self._group_of_layer]
+
     def _layers(self) -> tuple[LayerKV, ...]:
         by_number: dict[int, LayerKV] = {}
         for group, planes in zip(self.spec.groups, self.planes, strict=True):
             by_number |= dict(zip(group.layers, zip(*planes, strict=True), strict=True))
         return tuple(by_number[number] for number in range(self.spec.num_layers))
-
-
-def num_blocks_that_fit(kv_cache_bytes: int, spec: KVSpec, max_len: int) -> tuple[int, ...]:
-    """Blocks of each group in a budget, for sequences of up to `max_len` tokens.
-
-    A group with a window gets as much as as many sequences need in it as fit in the other groups: twice the window,
-    because a prompt is computed in runs of tokens. Raises ValueError when a group gets none.
-    """
-    lens = [min(max_len, 2 * group.window) if group.window else max_len for group in spec.groups]
-    total = sum(length * group.bytes_per_token for length, group in zip(lens, spec.groups, strict=True))
-    counts = tuple(kv_cache_bytes * length // (total * spec.block_size) for length in lens)
-    if min(counts) < 1:
-        raise ValueError(f"kv_cache_bytes={kv_cache_bytes} is less than one block of {spec.block_size} tokens")
-    return counts
 
 
 def _allocate(plane: Plane, size: tuple[int, ...], device: torch.device) -> torch.Tensor:

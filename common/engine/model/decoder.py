@@ -51,7 +51,7 @@ class Decoder:
     def forward(
         self,
         token_ids: torch.Tensor,  # [num_tokens] int64
-        batch: AttentionBatch,
+        batches: Sequence[AttentionBatch],  # per layer: layers of a group have the same
         kv: Sequence[LayerKV],  # per layer
         logit_rows: torch.Tensor,  # [num_rows] int64, ascending: the tokens whose logits are wanted
         layer_hook: LayerHook | None = None,
@@ -71,9 +71,10 @@ class Decoder:
             rows = logit_rows if after == len(self._layers) else None
             hook = _from(done, layer_hook)
             if run is None:
-                hidden = self._layer(done, hidden, batch, kv[done], rows, hook)
+                hidden = self._layer(done, hidden, batches[done], kv[done], rows, hook)
             else:
-                hidden = run.forward(hidden, batch, kv[done:after], rows, hook)
+                assert all(batch is batches[done] for batch in batches[done:after]), "layers of two groups in a run"
+                hidden = run.forward(hidden, batches[done], kv[done:after], rows, hook)
                 if run.has_tail:
                     return hidden
             done = after

@@ -63,6 +63,10 @@ class BlockTables:
         all_stats = [group.pool.stats() for group in self.groups]
         return PoolStats(*(sum(getattr(s, name) for s in all_stats) for name in PoolStats.__slots__))
 
+    def reported_stats(self) -> PoolStats:
+        """Of the first group that has no window: routers reckon in blocks of whole sequences."""
+        return self._announced.stats()
+
     def cached_hashes(self) -> list[BlockHash]:
         """What the index should hold for this worker."""
         return self._announced.cached_hashes()

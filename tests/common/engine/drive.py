@@ -9,7 +9,7 @@ from common.values.request import SampledToken, SamplingParams
 
 @dataclass(slots=True)
 class Generation:
-    """One choice of one prompt, in blocks of its own."""
+    """One choice of one prompt, in blocks of its own: the same numbers in all groups of layers."""
 
     prompt: list[int]
     params: SamplingParams
@@ -17,6 +17,7 @@ class Generation:
     choice_idx: int = 0
     tokens: list[SampledToken] = field(default_factory=list)
     num_done: int = 0  # tokens whose KV is written
+    num_groups: int = 1
 
     @property
     def token_ids(self) -> list[int]:
@@ -37,7 +38,8 @@ class Generation:
         history = tuple(self.token_ids) if self.params.has_penalties else ()
         spec = SampleSpec(self.choice_idx, len(self.tokens), self.params, len(self.prompt), history)
         samples = (spec,) if reaches_end else ()
-        scheduled = ScheduledSequence(sequence_id, tuple(new), self.num_done, (self.block_table,), samples)
+        tables = (self.block_table,) * self.num_groups
+        scheduled = ScheduledSequence(sequence_id, tuple(new), self.num_done, tables, samples)
         self.num_done += len(new)
         return scheduled
 

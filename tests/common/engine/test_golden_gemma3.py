@@ -55,6 +55,5 @@ def test_all_prompts_at_once_give_the_reference_tokens_and_logprobs(checkpoint: 
 
 def generation(case: dict[str, Any], table: tuple[int, ...]) -> Generation:
     length = len(case["output_token_ids"])
-    return Generation(
-        case["prompt_token_ids"], SamplingParams(seed=0, max_tokens=length, temperature=0.0, num_logprobs=0), table
-    )
+    params = SamplingParams(seed=0, max_tokens=length, temperature=0.0, num_logprobs=0)
+    return Generation(case["prompt_token_ids"], params, table, num_groups=2)

@@ -64,7 +64,7 @@ def test_a_quantized_cache_holds_more_tokens_in_the_same_memory(tmp_path: Path, 
     )
     assert quantized.cache.planes[0][0].dtype == dtype
     assert quantized.cache.nbytes <= 1 << 20
-    assert quantized.cache.num_slots > 1.75 * plain.cache.num_slots
+    assert quantized.cache.num_blocks[0] > 1.75 * plain.cache.num_blocks[0]
     type_name = str(dtype).removeprefix("torch.")
     planes = f"k 2x64 {type_name}, v 2x64 {type_name}, k_scale 2 float32, v_scale 2 float32"
     assert ("kv_cache", f"layers 0-1: {planes}") in quantized.fingerprint.fields

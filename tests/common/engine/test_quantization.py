@@ -39,7 +39,7 @@ def test_the_reference_tokens_stay_the_likely_ones(quantization: str) -> None:
         batch = batch_of([Run(0, len(token_ids), BLOCKS)], 16)
         rows = torch.arange(len(prompt) - 1, len(token_ids))
         with torch.inference_mode():
-            logits = loaded.model.forward(token_ids, batch, loaded.cache.layers, rows)
+            logits = loaded.model.forward(token_ids, loaded.cache.by_layer([batch]), loaded.cache.layers, rows)
         num_same += int((logits.argmax(-1) == torch.tensor(output)).sum())
         likelihoods = logits.log_softmax(-1)[torch.arange(len(output)), torch.tensor(output)]
         losses += float((torch.tensor(case["logprobs"]) - likelihoods).sum())

@@ -14,7 +14,7 @@ from common.values.request import SamplingParams
 from tests.caches import blocks_hold, fill
 from tests.common.engine.drive import Generation, blocks_for, run_all
 from tests.interpreter import import_triton_interpreted
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import TinyModel, write_tiny_model
 
 import_triton_interpreted()
 
@@ -39,35 +39,38 @@ class Replays:
         return replay, result
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    path = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Layers in one group, and in two: Gemma's first two have a window."""
+    model = TinyModel(architecture=request.param, num_layers=2 if request.param == "llama" else 3)
+    path = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", model)
     options = {"dtype": "float32", "attention": "triton", "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
     return load_model(WorkerConfig(role="decode", worker_id="d", model=ModelConfig(path=str(path)), **options))
 
 
-def generations(lens: list[int]) -> list[Generation]:
+def generations(loaded: LoadedModel, lens: list[int]) -> list[Generation]:
     """One prompt each, of outputs so long: sequences leave the batch one after another."""
     capacity = [len(prompt) + length for prompt, length in zip(PROMPTS, lens, strict=True)]
     tables = blocks_for(capacity, BLOCK_SIZE, NUM_BLOCKS)
     params = [SamplingParams(seed=1, max_tokens=length, temperature=0.8, top_k=20) for length in lens]
-    return [Generation(*parts) for parts in zip(PROMPTS, params, tables, strict=True)]
+    num_groups = len(loaded.cache.spec.groups)
+    return [Generation(*parts, num_groups=num_groups) for parts in zip(PROMPTS, params, tables, strict=True)]
 
 
-def outputs(runner: ModelRunner, lens: list[int]) -> list[list[int]]:
-    batch = generations(lens)
+def outputs(loaded: LoadedModel, runner: ModelRunner, lens: list[int]) -> list[list[int]]:
+    batch = generations(loaded, lens)
     run_all(runner, batch, 64)
     return [generation.output for generation in batch]
 
 
 def test_replayed_steps_give_the_tokens_of_launched_ones_as_the_batch_shrinks(loaded: LoadedModel) -> None:
     lens = [2, 3, 4, 6, 7]
-    launched = outputs(loaded.runner, lens)
+    launched = outputs(loaded, loaded.runner, lens)
     capture = Replays()
     graphs = DecodeGraphs(loaded.model, loaded.cache, 8, 256, capture)
     runner = ModelRunner(loaded.model, loaded.cache, loaded.device, graphs)
     fill(loaded.cache, float("nan"))
-    assert outputs(runner, lens) == launched
+    assert outputs(loaded, runner, lens) == launched
     assert capture.num_captures == graphs.num_graphs == 4  # 8, 4, 2 and 1 sequences
     assert capture.num_replays == 6
 
@@ -80,7 +83,7 @@ def test_rows_without_a_sequence_write_nothing(loaded: LoadedModel) -> None:
         DecodeGraphs(loaded.model, loaded.cache, 8, 256, Replays()),
     )
     fill(loaded.cache, -7.0)
-    batch = generations([3] * 5)
+    batch = generations(loaded, [3] * 5)
     run_all(runner, batch, 64)
     used = {block for generation in batch for block in generation.block_table}
     unused = [block for block in range(NUM_BLOCKS) if block not in used]
@@ -94,7 +97,7 @@ def test_steps_beyond_the_limits_are_launched(loaded: LoadedModel, max_num_seqs:
     capture = Replays()
     graphs = DecodeGraphs(loaded.model, loaded.cache, max_num_seqs, max_len, capture)
     runner = ModelRunner(loaded.model, loaded.cache, loaded.device, graphs)
-    assert outputs(runner, lens) == outputs(loaded.runner, lens)
+    assert outputs(loaded, runner, lens) == outputs(loaded, loaded.runner, lens)
     assert capture.num_replays == 1  # the last step, of two sequences
 
 
@@ -103,7 +106,7 @@ def test_a_step_whose_layers_somebody_waits_for_is_launched(loaded: LoadedModel)
     graphs = DecodeGraphs(loaded.model, loaded.cache, 8, 256, capture)
     runner = ModelRunner(loaded.model, loaded.cache, loaded.device, graphs)
     heard: list[int] = []
-    generation = generations([2] * 5)[1]
+    generation = generations(loaded, [2] * 5)[1]
     runner.run(StepPlan(0, (generation.schedule(0, 20),)), heard.append)
-    assert heard == [1, 2]
+    assert heard == list(range(1, loaded.spec.num_layers + 1))
     assert capture.num_replays == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, draft_specs
-from common.engine.executor.runner import build_batch
+from common.engine.executor.runner import build_batches
 from common.engine.loading import LoadedModel, load_model
 from common.engine.model.decoder import Decoder
 from common.values.config import ModelConfig, WorkerConfig
@@ -174,7 +174,7 @@ def test_a_batch_says_where_every_token_stands() -> None:
         ScheduledSequence(1, (5, 6, 7), 6, ((4, 2, 9),)),
         ScheduledSequence(2, (8,), 0, ((3,),)),
     )
-    batch = build_batch(sequences, 8)
+    (batch,) = build_batches(sequences, 1, 8)
     assert batch.positions.tolist() == [6, 7, 8, 0]
     assert batch.slot_mapping.tolist() == [38, 39, 16, 24]
     assert batch.cu_seqlens_q.tolist() == [0, 3, 4]
@@ -185,14 +185,26 @@ def test_a_batch_says_where_every_token_stands() -> None:
     assert batch.cu_seqlens_q.dtype == batch.seq_lens.dtype == batch.block_tables.dtype == torch.int32
 
 
+def test_each_group_of_layers_has_slots_and_tables_of_its_own_and_shares_the_rest() -> None:
+    """The second group's window has left its first block behind; there any number stands."""
+    sequences = (ScheduledSequence(1, (5, 6), 9, ((4, 2), (0, 7))), ScheduledSequence(2, (8,), 0, ((3,), (1,))))
+    full, windowed = build_batches(sequences, 2, 8)
+    assert (full.slot_mapping.tolist(), windowed.slot_mapping.tolist()) == ([17, 18, 24], [57, 58, 8])
+    assert (full.block_tables.tolist(), windowed.block_tables.tolist()) == ([[4, 2], [3, 0]], [[0, 7], [1, 0]])
+    assert full.positions is windowed.positions
+    assert full.seq_lens is windowed.seq_lens
+    with pytest.raises(ValueError, match="sequence 3: 1 blocks, 2 needed"):
+        build_batches((ScheduledSequence(3, (5, 6), 9, ((4, 2), (7,))),), 2, 8)
+
+
 def test_far_blocks_have_64_bit_slots() -> None:
-    batch = build_batch((ScheduledSequence(1, (5,), 0, ((70_000_000,),)),), 256)
+    (batch,) = build_batches((ScheduledSequence(1, (5,), 0, ((70_000_000,),)),), 1, 256)
     assert batch.slot_mapping.tolist() == [17_920_000_000]
 
 
 def test_a_short_block_table_is_a_bug_that_names_the_sequence() -> None:
     with pytest.raises(ValueError, match="sequence 9: 1 blocks, 2 needed"):
-        build_batch((ScheduledSequence(9, (5, 6), 7, ((4,),)),), 8)
+        build_batches((ScheduledSequence(9, (5, 6), 7, ((4,),)),), 1, 8)
 
 
 def test_layers_are_marked_before_anybody_hears_of_them(loaded: LoadedModel) -> None:

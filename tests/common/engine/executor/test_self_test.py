@@ -30,14 +30,14 @@ class Scripted:
 
 def test_it_is_one_token_in_the_first_block_so_that_any_cache_holds_it() -> None:
     runner = Scripted(None)
-    self_test(runner)
+    self_test(runner, 2)
     (sequence,) = runner.plans[0].sequences
-    assert (sequence.token_ids, sequence.block_table) == ((0,), (0,))
+    assert (sequence.token_ids, sequence.block_tables) == ((0,), ((0,), (0,)))
 
 
 def test_what_cannot_be_sampled_from_is_refused() -> None:
     with pytest.raises(CheckpointError, match="sampled from: not finite"):
-        self_test(Scripted("not finite"))
+        self_test(Scripted("not finite"), 1)
 
 
 def test_a_checkpoint_with_weights_that_are_not_numbers_is_refused_when_it_is_loaded(tmp_path: Path) -> None:

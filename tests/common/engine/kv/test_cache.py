@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.engine.contract.kv_spec import KVGroup, KVSpec, Plane
-from common.engine.kv.cache import KVCache, num_blocks_that_fit
+from common.engine.kv.cache import KVCache
 from tests.caches import attention_spec, planes_of, snapshot
 
 SPEC = attention_spec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.float32, block_size=4)
@@ -37,7 +37,10 @@ def test_layers_of_several_groups_are_found_by_the_models_numbers() -> None:
     assert [layer[0].shape for layer in cache.layers] == [(blocks, 4, 6) for blocks in (5, 3, 5, 3, 3)]
     cache.layers[3][0].fill_(7)
     assert [bool((cache.planes[1][0][idx] == 7).all()) for idx in range(3)] == [False, True, False]
-    assert cache.num_slots == 20
+
+
+def test_what_is_said_of_groups_is_given_to_their_layers() -> None:
+    assert KVCache(MIXED, (5, 3)).by_layer(["full", "windowed"]) == ["full", "windowed", "full", "windowed", "windowed"]
 
 
 def test_blocks_are_copied_in_their_own_group() -> None:
@@ -51,7 +54,7 @@ def test_blocks_are_copied_in_their_own_group() -> None:
 def test_bytes_per_token_counts_k_and_v_of_all_layers() -> None:
     assert SPEC.bytes_per_token == 2 * 3 * 2 * 8 * 4
     cache = filled_cache()
-    assert SPEC.bytes_per_token * cache.num_slots == cache.nbytes
+    assert SPEC.bytes_per_token * 5 * SPEC.block_size == cache.nbytes
 
 
 def test_copies_read_every_source_before_writing_a_target() -> None:
@@ -67,19 +70,6 @@ def test_no_copies_is_no_change() -> None:
     before = snapshot(cache)
     cache.copy_blocks([])
     assert torch.equal(snapshot(cache), before)
-
-
-def test_a_budget_buys_whole_blocks_and_at_least_one() -> None:
-    assert num_blocks_that_fit(10 * SPEC.bytes_per_block + 1, SPEC, 100) == (10,)
-    with pytest.raises(ValueError, match="less than one block of 4 tokens"):
-        num_blocks_that_fit(SPEC.bytes_per_block - 1, SPEC, 100)
-
-
-def test_a_group_with_a_window_gets_what_as_many_sequences_need_in_it() -> None:
-    """A sequence of 160 tokens needs 40 blocks of 48 bytes, and of 72 bytes those of twice its window."""
-    budget = 10 * (40 * 48 + 4 * 72)
-    assert num_blocks_that_fit(budget, MIXED, max_len=160) == (400, 40)
-    assert num_blocks_that_fit(budget, MIXED, max_len=8) == (184, 184)
 
 
 @pytest.mark.parametrize("is_shared_with_numpy", [False, True])

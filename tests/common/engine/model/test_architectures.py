@@ -60,7 +60,7 @@ def forward_in_chunks(model: Decoder, cache: KVCache, chunks: list[int]) -> torc
     for num_new in chunks:
         token_ids = torch.tensor(TOKENS[start : start + num_new])
         batch = batch_of([Run(start, num_new, BLOCKS)], cache.block_size)
-        logits.append(model.forward(token_ids, batch, cache.layers, torch.arange(num_new)))
+        logits.append(model.forward(token_ids, cache.by_layer([batch]), cache.layers, torch.arange(num_new)))
         start += num_new
     return torch.cat(logits)
 
@@ -144,17 +144,19 @@ def test_the_hook_follows_each_layers_kv_and_precedes_the_logits(tmp_path: Path)
         seen.append((num_layers, [bool(layer[0][list(BLOCKS)].flatten(0, 1)[:20].any()) for layer in cache.layers]))
 
     batch = batch_of([Run(0, 20, BLOCKS)], cache.block_size)
-    model.forward(torch.tensor(TOKENS), batch, cache.layers, torch.tensor([19]), hook)
+    model.forward(torch.tensor(TOKENS), cache.by_layer([batch]), cache.layers, torch.tensor([19]), hook)
     assert seen == [(1, [True, False, False]), (2, [True, True, False]), (3, [True, True, True])]
 
 
 def test_a_chunk_without_wanted_rows_writes_the_same_kv(tmp_path: Path) -> None:
     model, cache = load(write_tiny_model(tmp_path / "m"))
     batch = batch_of([Run(0, 20, BLOCKS)], cache.block_size)
-    model.forward(torch.tensor(TOKENS), batch, cache.layers, torch.arange(20))
+    model.forward(torch.tensor(TOKENS), cache.by_layer([batch]), cache.layers, torch.arange(20))
     written = snapshot(cache)
     fill(cache, 0.0)
-    logits = model.forward(torch.tensor(TOKENS), batch, cache.layers, torch.tensor([], dtype=torch.int64))
+    logits = model.forward(
+        torch.tensor(TOKENS), cache.by_layer([batch]), cache.layers, torch.tensor([], dtype=torch.int64)
+    )
     assert logits.shape == (0, TinyModel().vocab_size)
     slots = Run(0, 20, BLOCKS).slots(4)
     ours, other = (data.flatten(2, 3)[:, :, slots] for data in (snapshot(cache), written))

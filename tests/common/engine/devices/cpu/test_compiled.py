@@ -71,7 +71,7 @@ class Side:
     def logits(self, batch: AttentionBatch, rows: torch.Tensor) -> torch.Tensor:
         token_ids = torch.arange(batch.positions.shape[0]) * 7 % 250
         with torch.inference_mode():
-            return self.model.forward(token_ids, batch, self.cache.layers, rows)
+            return self.model.forward(token_ids, self.cache.by_layer([batch]), self.cache.layers, rows)
 
 
 @pytest.fixture(params=MODELS, scope="module")
@@ -127,7 +127,8 @@ def test_each_layers_kv_is_written_when_its_hook_runs_and_no_logits_are_computed
         assert written[-1] == num_layers
 
     with torch.inference_mode():
-        logits = side.model.forward(torch.arange(6), batch, side.cache.layers, torch.empty(0, dtype=torch.int64), hook)
+        none = torch.empty(0, dtype=torch.int64)
+        logits = side.model.forward(torch.arange(6), side.cache.by_layer([batch]), side.cache.layers, none, hook)
     assert written == list(range(1, len(before) + 1))
     assert logits.shape[0] == 0
 
@@ -192,7 +193,8 @@ def test_a_mixed_stack_calls_each_layers_hook_in_order_and_gives_logits_only_whe
     batch = batch_of([Run(0, 6, (1, 2))], BLOCK_SIZE)
     with torch.inference_mode():
         none = torch.empty(0, dtype=torch.int64)
-        logits = side.model.forward(torch.arange(6), batch, side.cache.layers, none, heard.append)
+        batches = side.cache.by_layer([batch])
+        logits = side.model.forward(torch.arange(6), batches, side.cache.layers, none, heard.append)
     assert heard == [1, 2, 3, 4, 5]
     assert logits.shape == (0, TinyModel().vocab_size)
     every = side.logits(batch, torch.arange(6))
