@@ -1,7 +1,6 @@
-"""Follows the registry: a client for each registered worker, and the news for the core. No decisions about requests.
+"""Follows the registry: a client for each worker of the roster, and the news for the core. No decisions.
 
-When the registry cannot be asked, everything stays as it is. When it does not list a worker any more, an open stream
-says that the worker lives, and one that broke is opened again for a while: Redis may have lost the key alone.
+When the registry cannot be asked, everything stays as it is.
 """
 
 import asyncio
@@ -13,13 +12,10 @@ from common.tls.identity import Identity
 from common.values.ids import RouterId, WorkerRef
 from common.values.messages import Role, RouterMessage
 from router.core.events import RouterEvent, WorkersListed
+from router.core.roster import Roster, StreamState
 from router.worker_client import WorkerClient
 
 POLL_INTERVAL_S = 0.5
-# A worker with neither lease nor stream is tried for so long.
-UNLISTED_S = 30.0
-
-
 # Roles of which a worker is being started or loads.
 ExpectedRoles = Callable[[], Awaitable[frozenset[Role]]]
 
@@ -45,8 +41,7 @@ class WorkerDirectory:
         self._router_id = router_id
         self._post = post
         self._clients: dict[WorkerRef, WorkerClient] = {}
-        self._missing_since_s: dict[WorkerRef, float] = {}  # those without lease and stream
-        self._superseded: set[WorkerRef] = set()  # listed still, but a later life has come
+        self._roster = Roster()
 
     def send(self, worker: WorkerRef, message: RouterMessage) -> None:
         if worker in self._clients:
@@ -58,7 +53,7 @@ class WorkerDirectory:
         if client is None:
             return
         if is_final:
-            self._superseded.add(worker)
+            self._roster.supersede(worker)
             client.retire()
         client.drop(reason)
 
@@ -72,25 +67,25 @@ class WorkerDirectory:
                 await asyncio.sleep(POLL_INTERVAL_S)
 
     def _follow(self, listed: list[Registration], expected: frozenset[Role], tasks: asyncio.TaskGroup) -> None:
-        refs = frozenset(registration.ref for registration in listed)
-        self._superseded &= refs
-        for registration in listed:
-            if registration.ref not in self._clients and registration.ref not in self._superseded:
-                client = WorkerClient(registration, self._router_id, self._post, self._identity)
-                self._clients[registration.ref] = client
-                tasks.create_task(self._run_client(client))
-        self._retire_missing(refs, time.monotonic())
-        self._post(WorkersListed(refs | self._clients.keys(), expected))
-
-    def _retire_missing(self, listed: frozenset[WorkerRef], now_s: float) -> None:
-        missing = {ref for ref, client in self._clients.items() if ref not in listed and not client.is_connected}
-        self._missing_since_s = {ref: self._missing_since_s.get(ref, now_s) for ref in missing}
-        for ref, since_s in self._missing_since_s.items():
-            if self._clients[ref].has_left or now_s - since_s >= UNLISTED_S:
-                self._clients[ref].retire()
+        registrations = {registration.ref: registration for registration in listed}
+        streams = {ref: _state_of(client) for ref, client in self._clients.items()}
+        change = self._roster.follow(frozenset(registrations), streams, time.monotonic())
+        for ref in change.connect:
+            client = WorkerClient(registrations[ref], self._router_id, self._post, self._identity)
+            self._clients[ref] = client
+            tasks.create_task(self._run_client(client))
+        for ref in change.retire:
+            self._clients[ref].retire()
+        self._post(WorkersListed(change.known, expected))
 
     async def _run_client(self, client: WorkerClient) -> None:
         try:
             await client.run()
         finally:
             del self._clients[client.registration.ref]
+
+
+def _state_of(client: WorkerClient) -> StreamState:
+    if client.is_connected:
+        return StreamState.OPEN
+    return StreamState.ENDED if client.has_left else StreamState.BROKEN

@@ -158,7 +158,7 @@ class RouterCore:
                     self._hear_of_attempt(worker, tokens.attempt_id, tokens)
             case WorkerStats():
                 self._pool.note_pair(now_s)
-                worker.report(message)
+                worker.report(message, now_s)
                 self._requests.waiting.wake()
             case WorkerInfo():
                 pass  # said once, at the start of the stream

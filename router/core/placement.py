@@ -62,6 +62,7 @@ class Placer:
             cost=policy.prefill_cost_s(decode.tokens.value, num_missing, speed),
             load=policy.prefill_cost_s(decode.tokens.value, 0, speed),
             num_cached_tokens=attempt.promised(decode.ref),
+            unknown=_unknown(decode, speed, now_s),
         )
         chosen, why = policy.choose_prefiller(there, here)
         return RoutingDecision(Role.PREFILL, attempt.attempt_id.attempt, now_s, (*there, here), chosen, why)
@@ -124,6 +125,7 @@ class Placer:
             recent_placements=_recent(worker, now_s),
             last_chosen=worker.last_chosen,
             refusal=self._prefill_refusal(request, worker, decode, now_s),
+            unknown=_unknown(worker, speed, now_s),
         )
 
     def _decode_refusal(self, request: Request, attempt: RouterAttempt, worker: Worker, now_s: float) -> str:
@@ -173,3 +175,12 @@ def _decide(role: Role, attempt: RouterAttempt, candidates: tuple[Candidate, ...
 
 def _recent(worker: Worker, now_s: float) -> float:
     return policy.decayed(worker.recent_placements, now_s - worker.recent_at_s)
+
+
+def _unknown(worker: Worker, tokens_per_s: float, now_s: float) -> str:
+    """Why the time that a prompt would take there is a guess; empty = it is none."""
+    if worker.reported_s is None:
+        return "has not reported yet"
+    if (age_s := now_s - worker.reported_s) > policy.MAX_REPORT_AGE_S:
+        return f"has not reported for {age_s:.1f} s"
+    return "" if tokens_per_s > 0 else "has not measured how fast it prefills"

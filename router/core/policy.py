@@ -9,7 +9,8 @@ Decode: how much of the worker the request would find taken, plus what it would 
     cost = occupied blocks / blocks + sequences / max sequences + MISSING_WEIGHT * missing tokens / tokens
 
 A prompt that only a decode worker has been chosen for may be computed there as well, when that takes clearly less time
-than any prefill worker would need: `choose_prefiller`. What prompts wait where is counted in both.
+than any prefill worker would need: `choose_prefiller`. What prompts wait where is counted in both. No data is not idle:
+while one of them is not known, prefill workers keep the prompt.
 
 The cheapest wins; near ties go to the worker that was chosen longest ago. A worker whose share of the recent
 placements is over its bound yields to the others, as long as they are not busy: a prefix that everybody asks for
@@ -39,11 +40,16 @@ MAX_RELIEF_LOAD = {Role.PREFILL: 1.0, Role.DECODE: 1.0}
 
 # A decode worker prefills only when a prefill worker would take this many times as long: it has streams to keep up.
 MIN_GAIN = 2.5
+# What a worker reported longer ago says nothing of its load; they report four times a second.
+MAX_REPORT_AGE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One worker as it stood when a request was placed. `refusal` says why it could not be chosen, if so."""
+    """One worker as it stood when a request was placed.
+
+    `refusal` says why it could not be chosen, `unknown` why its cost is a guess; empty = neither.
+    """
 
     worker_id: str
     cost: float = 0.0
@@ -52,6 +58,7 @@ class Candidate:
     recent_placements: float = 0.0
     last_chosen: int = 0
     refusal: str = ""
+    unknown: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,9 @@ def choose_prefiller(there: Sequence[Candidate], here: Candidate) -> tuple[int, 
     if not open_idx:
         return len(there), "no prefill worker takes it now"
     cheapest = min(open_idx, key=lambda idx: there[idx].cost)
+    for candidate in (here, *(there[idx] for idx in open_idx)):
+        if candidate.unknown:
+            return cheapest, f"blind: {candidate.worker_id} {candidate.unknown}"
     if here.cost * MIN_GAIN < there[cheapest].cost:
         return len(there), "sooner than a prefill worker"
     return cheapest, "sooner than the decode worker, or nearly"

@@ -1,6 +1,7 @@
 """The router's picture of one worker: what it reported, and what we placed on it. Pure: no IO."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import astuple, dataclass, field, replace
 
 from common.values.ids import AttemptId, WorkerRef
 from common.values.messages import Role, WorkerInfo, WorkerState, WorkerStats
@@ -49,6 +50,7 @@ class Worker:
     address: str
     stats: WorkerStats
     heard_s: float  # when it last said anything
+    reported_s: float | None = None  # when it last said how it is, in numbers that can be
     is_draining: bool = False
     tokens: Load = field(default_factory=Load)
     blocks: Load = field(default_factory=Load)
@@ -115,8 +117,15 @@ class Worker:
         self.blocks.add(-share.blocks)
         self.sequences.add(-1)
 
-    def report(self, stats: WorkerStats) -> None:
-        """Take over what the worker says; room that it did not have when it refused opens it again."""
+    def report(self, stats: WorkerStats, now_s: float) -> None:
+        """Take over what the worker says; room that it did not have when it refused opens it again.
+
+        Of numbers that no worker has only the state is believed: the load is what it was, and grows old.
+        """
+        if not _is_plausible(stats):
+            self.stats = replace(self.stats, state=stats.state)
+            return
+        self.reported_s = now_s
         if self.num_refusals and _has_more_room(stats, self.stats):
             self.closed_until_s = 0.0
         self.stats = stats
@@ -146,6 +155,11 @@ class Worker:
     def accepted(self) -> None:
         self.num_refusals = 0
         self.closed_until_s = 0.0
+
+
+def _is_plausible(stats: WorkerStats) -> bool:
+    numbers = astuple(replace(stats, state=WorkerState.READY))[1:]
+    return all(math.isfinite(number) and number >= 0 for number in numbers)
 
 
 def _has_more_room(stats: WorkerStats, before: WorkerStats) -> bool:

@@ -282,7 +282,7 @@ async def test_a_worker_with_neither_lease_nor_stream_is_given_up(
 ) -> None:
     """At once when it ended the stream itself, after a while when the stream broke."""
     monkeypatch.setattr("router.registry.POLL_INTERVAL_S", 0.01)
-    monkeypatch.setattr("router.registry.UNLISTED_S", 600.0 if says_goodbye else 0.05)
+    monkeypatch.setattr("router.core.roster.UNLISTED_S", 600.0 if says_goodbye else 0.05)
     async with cluster("p0", "d0") as (service, workers):
         workers["d0"].forget_lease()
         if says_goodbye:

@@ -5,11 +5,9 @@ sockets (`sessions`, and the router's streams here).
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.cluster.memory import InMemoryIndex
 from common.values.errors import PeerError
 from common.values.hashing import block_hashes, hash_root
 from common.values.ids import RequestId, RouterId, WorkerRef
@@ -28,9 +26,11 @@ from router.core.events import (
     WorkersListed,
 )
 from router.core.generation import Accepted, Failed, Finished, GenerationEvent, Tokens
+from router.core.roster import Roster, StreamState
 from router.core.router_limits import RouterLimits
 from tests.simkit.nodes import Node, SimWorker
 from tests.simkit.sessions import Sessions, Stream, Wire
+from tests.simkit.sim_redis import LEASE_S, SimRedis
 from tests.simkit.virtual_time import VirtualTime
 
 POLL_S, STATS_S, RECONNECT_S = 0.5, 0.25, 0.3
@@ -81,8 +81,7 @@ class SimCluster:
         self.rng = rng
         self.time = VirtualTime()
         self.wire = Wire(self.time, rng)
-        self.index = InMemoryIndex()
-        self.is_index_up = True
+        self.redis = SimRedis(self.time, rng)
         self.log: list[str] = []
         self.answers: dict[RequestId, Answer] = {}
         self.workers: dict[str, SimWorker] = {}
@@ -113,12 +112,20 @@ class SimCluster:
             shape.prefill_blocks if is_prefill else shape.decode_blocks,
             shape.prefill_block_size if is_prefill else shape.decode_block_size,
         )
-        worker.index = self.index
+        worker.publish = self.redis.publish
         worker.send = lambda router_id, message: self._to_router(worker, router_id, message)
         worker.network = self.sessions.perform
         self.workers[name] = worker
-        self.index.register(worker.registration)
+        self._renew(worker)
         self.note(f"start {worker.ref}")
+
+    def _renew(self, worker: SimWorker) -> None:
+        """Until its process is gone, which Redis is not told."""
+        if not worker.is_alive:
+            return
+        if not worker.is_frozen:
+            self.redis.renew(worker.registration, worker.pool.cached_hashes)
+        self.time.after(LEASE_S / 3, lambda: self._renew(worker))
 
     def kill(self, name: str) -> None:
         """SIGKILL: what it knew is gone; its peers hear of it in their own time."""
@@ -127,7 +134,6 @@ class SimCluster:
         self.note(f"kill {worker.ref}")
         self.sessions.break_all_of(worker, "peer died")
         self.disconnect(worker, "worker died")
-        self.time.after(1.0, lambda: self.index.deregister(worker.ref))
 
     def disconnect(self, worker: SimWorker, reason: str) -> bool:
         """Cut the router's stream; both ends hear of it, and what was under way to the router may arrive first."""
@@ -176,6 +182,8 @@ class SimCluster:
         self.router_id = RouterId("router" if self.rng.random() < 0.5 else f"router{self._lives}")
         router = Node("router", RouterCore(limits), self.time, self.rng.uniform(0.0, 1e4))
         router.perform = lambda effect: self._perform_router(router, effect)
+        self._roster = Roster()
+        self._held: dict[WorkerRef, None] = {}  # whom it holds a stream to, or tries to, in order
         return router
 
     def streams_of(self, worker: SimWorker) -> list[Stream]:
@@ -183,25 +191,10 @@ class SimCluster:
         connection = self._connections.get(worker.ref)
         return [] if connection is None else [connection.to_worker, connection.to_router]
 
-    # ---- the index ----------------------------------------------------------------------------------
-
-    def wipe_index(self, delays_s: Sequence[float]) -> None:
-        """Everything is gone; each worker notices after its delay and says again who it is and what it holds."""
-        self.index = InMemoryIndex()
-        for worker, delay_s in zip(self.workers.values(), delays_s, strict=True):
-            worker.index = self.index
-            self.time.after(delay_s, lambda worker=worker, index=self.index: self._publish_again(worker, index))  # type: ignore[misc]
-
-    def _publish_again(self, worker: SimWorker, index: InMemoryIndex) -> None:
-        if worker.is_alive and index is self.index:
-            index.register(worker.registration)
-            index.writer(worker.ref).publish(worker.pool.cached_hashes(), ())
-
     def make_index_lie(self, name: str) -> bool:
         """One worker is said to hold what all of them hold."""
         hashes = [block_hash for worker in self.workers.values() for block_hash in worker.pool.cached_hashes()]
-        self.index.writer(self.workers[name].ref).publish(hashes, ())
-        return bool(hashes)
+        return self.redis.lie(self.workers[name].ref, hashes)
 
     def drain(self, name: str, grace_s: float) -> None:
         worker = self.workers[name]
@@ -218,18 +211,27 @@ class SimCluster:
     # ---- router and workers -------------------------------------------------------------------------
 
     def _poll_registry(self) -> None:
-        if self.is_index_up:
-            live = [worker for worker in self.workers.values() if worker.is_alive and not worker.is_frozen]
-            self.router.post(WorkersListed(frozenset(worker.ref for worker in live)))
-            for worker in live:
-                if worker.ref not in self._connections:
+        """As the router's directory does: whoever is held and not connected is tried again, whatever Redis says."""
+        if self.router.is_alive and not self.router.is_frozen:
+            if (listed := self.redis.live()) is not None:
+                change = self._roster.follow(listed, {ref: self._state_of(ref) for ref in self._held}, self.time.now_s)
+                self._held |= dict.fromkeys(sorted(change.connect))
+                for ref in change.retire:
+                    del self._held[ref]
+                self.router.post(WorkersListed(change.known))
+            for ref in self._held:
+                worker = self._find(ref)
+                if worker is not None and ref not in self._connections:
                     self.time.after(self.rng.uniform(0.0, RECONNECT_S), lambda worker=worker: self._connect(worker))  # type: ignore[misc]
         self.time.after(POLL_S, self._poll_registry)
 
+    def _state_of(self, ref: WorkerRef) -> StreamState:
+        return StreamState.OPEN if ref in self._connections else StreamState.BROKEN
+
     def _connect(self, worker: SimWorker) -> None:
-        if not worker.is_alive or worker.ref in self._connections:
+        if not worker.is_alive or worker.is_frozen or worker.ref in self._connections:
             return
-        if not self.router.is_alive:
+        if not self.router.is_alive or worker.ref not in self._held:
             return
         ref = worker.ref
         if (old := self._ended.pop(ref, None)) is not None and old.router_id == self.router_id:
@@ -266,18 +268,19 @@ class SimCluster:
                     connection.to_worker.send(message)
             case LookupPrefix():
                 self.time.after(self.wire.delay_s(), lambda: self._look_up(router, effect))
-            case DropWorker(ref, reason):
+            case DropWorker(ref, reason, is_final):
+                if is_final:
+                    self._roster.supersede(ref)
+                    self._held.pop(ref, None)
                 if (connection := self._connections.get(ref)) is not None:
                     self.disconnect(connection.worker, reason)
             case Deliver(request_id, event):
                 self._deliver(request_id, event)
 
     def _look_up(self, router: Node, lookup: LookupPrefix) -> None:
-        found: list[tuple[WorkerRef, int]] = []
-        if self.is_index_up:
-            root = hash_root(dict(lookup.key.fingerprint.fields), lookup.key.block_size, lookup.cache_salt)
-            hashes = block_hashes(lookup.token_ids, lookup.key.block_size, root)
-            found = list(_now(self.index.longest_prefix(hashes, lookup.workers)).items())
+        root = hash_root(dict(lookup.key.fingerprint.fields), lookup.key.block_size, lookup.cache_salt)
+        hashes = block_hashes(lookup.token_ids, lookup.key.block_size, root)
+        found = self.redis.known_prefix(hashes, lookup.workers)
         router.post(PrefixFound(lookup.attempt_id, lookup.key, tuple(found)))
 
     def _deliver(self, request_id: RequestId, event: GenerationEvent) -> None:
@@ -295,12 +298,3 @@ class SimCluster:
             output = answer.tokens.setdefault(token.choice_idx, [])
             assert token.position == len(output), f"{request_id}: position {token.position} after {len(output)} tokens"
             output.append(token.token.token_id)
-
-
-def _now(coroutine: Any) -> Any:
-    """The result of a coroutine that never waits."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("the in-memory index waited")

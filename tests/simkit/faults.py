@@ -1,10 +1,12 @@
 """Makes planned faults happen in a simulated cluster, and heals it in the end."""
 
+import itertools
 import random
 
 from common.values.messages import Role
 from tests.simkit.cluster import SimCluster
 from tests.simkit.plan import PlannedFault
+from tests.simkit.sim_redis import RedisState
 
 
 class Faults:
@@ -15,6 +17,8 @@ class Faults:
         self._cluster = cluster
         self._time = cluster.time
         self._changing: set[str] = set()
+        self._redis_states = itertools.count()
+        self._redis_state = -1  # the last one, by number
 
     def inject(self, fault: PlannedFault) -> None:
         rng = random.Random(fault.draw)
@@ -28,7 +32,7 @@ class Faults:
         """Everything runs again, at normal speed; what was lost stays lost."""
         cluster = self._cluster
         cluster.note("heal")
-        cluster.is_index_up = True
+        cluster.redis.state = RedisState.WELL
         cluster.wire.slowness = 1.0
         cluster.restart_router()
         cluster.router.thaw()
@@ -154,20 +158,38 @@ class Faults:
         self._cluster.wire.slowness = 20.0
         return True
 
-    # ---- the index ----------------------------------------------------------------------------------
+    # ---- Redis --------------------------------------------------------------------------------------
 
-    def _index_down(self, _: str, rng: random.Random) -> bool:
-        self._cluster.is_index_up = False
-        self._time.after(rng.uniform(0.1, 2.0), self._index_up)
+    def _redis_gone(self, _: str, rng: random.Random) -> bool:
+        return self._hold_redis(RedisState.GONE, rng)
+
+    def _redis_read_only(self, _: str, rng: random.Random) -> bool:
+        return self._hold_redis(RedisState.READ_ONLY, rng)
+
+    def _redis_full(self, _: str, rng: random.Random) -> bool:
+        return self._hold_redis(RedisState.FULL, rng)
+
+    def _redis_evicting(self, _: str, rng: random.Random) -> bool:
+        return self._hold_redis(RedisState.EVICTING, rng)
+
+    def _redis_slow(self, _: str, rng: random.Random) -> bool:
+        return self._hold_redis(RedisState.SLOW, rng)
+
+    def _hold_redis(self, state: RedisState, rng: random.Random) -> bool:
+        """For less than a lease or for several of them, unless it gets into another state meanwhile."""
+        redis, number = self._cluster.redis, next(self._redis_states)
+        redis.state, self._redis_state = state, number
+
+        def end() -> None:
+            if self._redis_state == number:
+                redis.state = RedisState.WELL
+
+        self._time.after(rng.uniform(0.1, 4.0), end)
         return True
 
-    def _index_up(self) -> None:
-        self._cluster.is_index_up = True
-
-    def _index_wiped(self, _: str, rng: random.Random) -> bool:
+    def _redis_wiped(self, _: str, __: random.Random) -> bool:
         """Empty, with no workers registered, until each has noticed and published everything again."""
-        self._cluster.wipe_index([rng.uniform(0.1, 2.0) for _ in self._cluster.workers])
-        return True
+        return self._cluster.redis.wipe()
 
     def _index_stale(self, name: str, _: random.Random) -> bool:
         """The index says of one worker that it holds whatever any worker holds."""

@@ -146,6 +146,20 @@ MUTANTS = (
         ("tests/router/core/test_fairness.py", "tests/common/cores/test_fair_shares.py"),
     ),
     Mutant(
+        "a missing lease outranks an open stream",
+        "router.core.roster:Roster.follow",
+        "and stream is not StreamState.OPEN",
+        "",
+        ("tests/router/core/test_roster.py",),
+    ),
+    Mutant(
+        "a worker that says nothing of its load is taken for idle",
+        "router.core.policy:choose_prefiller",
+        "if candidate.unknown:",
+        "if False:",
+        ("tests/router/core/test_balance.py",),
+    ),
+    Mutant(
         "a replay draws with another seed",
         "router.core.request_state:Request.work",
         "sampling=self.spec.sampling,",

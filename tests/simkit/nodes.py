@@ -5,13 +5,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from common.cluster.memory import InMemoryIndex
 from common.cluster.protocol import Registration
 from common.engine.contract.executor import LayerComputed, StepFailed, StepFinished
 from common.engine.kv.block_pool import BlockPool
 from common.engine.scheduling.block_tables import PoolGroup
 from common.engine.scheduling.scheduler import Limits
-from common.values.ids import RouterId, WorkerRef
+from common.values.ids import BlockHash, RouterId, WorkerRef
 from common.values.messages import Role, WorkerInfo, WorkerMessage, WorkerStats
 from common.values.request import Fingerprint
 from common.worker.core import WorkerCore
@@ -137,7 +136,7 @@ class SimWorker(Node):
             fingerprint=FINGERPRINT,
             handoff_address=ref.worker_id if role is Role.DECODE else "",
         )
-        self.index: InMemoryIndex
+        self.publish: Callable[[WorkerRef, Sequence[BlockHash], Sequence[BlockHash]], None]
         self.send: Callable[[RouterId, WorkerMessage], None]
         self.network: Callable[[SimWorker, Any], None]
         self.perform = self._perform
@@ -157,7 +156,7 @@ class SimWorker(Node):
             case SendToRouter(router_id, message):
                 self.send(router_id, message)
             case PublishBlocks(stored, evicted):
-                self.index.writer(self.ref).publish(stored, evicted)
+                self.publish(self.ref, stored, evicted)
             case _:
                 self.network(self, effect)
 

@@ -12,10 +12,14 @@ from tests.simkit.layered_engine import VOCAB_SIZE
 FAULTS_START_S, FAULTS_END_S = 1.5, 6.0
 DEADLINE_S = 25.0
 MAX_PROMPT_AND_OUTPUT = 128
+REDIS_KINDS = (
+    *("redis_gone", "redis_wiped", "redis_read_only", "redis_full", "redis_evicting", "redis_slow"),
+    "index_stale",
+)
 FAULT_KINDS = (
     *("kill", "freeze", "cut_stream", "break_session", "corrupt", "slow_worker", "slow_wire", "fail_step", "drain"),
     *("router_crash", "router_freeze", "mute_stream", "mute_session", "clock_jump"),
-    *("index_down", "index_wiped", "index_stale"),
+    *REDIS_KINDS,
     "change_role",
 )
 # Swept, not fixed: some runs have no fault, some several a second.

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from common.values.ids import AttemptId
-from common.values.messages import Granted, Prefill, Reserve
+from common.values.messages import Granted, Prefill, Reserve, WorkerState
 from common.values.request import FinishReason
 from router.core.router_limits import RouterLimits
-from tests.router.core.kit import Driver, request, token
+from tests.router.core.kit import Driver, lose, request, token, worker_info
 
 LIMITS = RouterLimits(local_prefill_max_tokens=16, balance_prefill_max_tokens=100)
 SPEED = 1000.0
@@ -74,6 +74,74 @@ def test_balance_is_off_without_local_prefill() -> None:
     message = driver.take_one("d0")
     assert isinstance(message, Reserve)
     assert message.local_prefill_max_tokens == 0
+
+
+NAN = float("nan")
+BUSY = {"prefill_tokens_per_s": SPEED, "num_waiting_uncached_tokens": 10_000}
+
+
+def reconnect(driver: Driver, worker_id: str) -> None:
+    lose(driver, worker_id)
+    driver.connect(worker_info(worker_id))
+
+
+def report(driver: Driver, *worker_ids: str) -> None:
+    """The prefill workers have much to do, the decode worker has not."""
+    for worker_id in worker_ids:
+        driver.stats(worker_id, **(BUSY if worker_id.startswith("p") else {"prefill_tokens_per_s": SPEED}))
+
+
+def pass_time(driver: Driver, *reporting: str) -> None:
+    """All are heard of, those alone report."""
+    driver.advance(2.5)
+    report(driver, *reporting)
+
+
+@pytest.mark.parametrize(
+    ("blind", "cause"),
+    [
+        (lambda driver: reconnect(driver, "d0"), "d0 has not reported yet"),
+        (lambda driver: reconnect(driver, "p1"), "p1 has not reported yet"),
+        (lambda driver: pass_time(driver, "p0", "p1"), "d0 has not reported for 2.5 s"),
+        (lambda driver: pass_time(driver, "d0", "p1"), "p0 has not reported for 2.5 s"),
+        (lambda driver: driver.stats("p1", prefill_tokens_per_s=0.0), "p1 has not measured how fast it prefills"),
+    ],
+    ids=["no data", "none of one of two", "stale", "stale prefill worker", "no speed"],
+)
+def test_what_is_not_known_is_not_idle_and_prefill_workers_keep_the_prompt(blind: Any, cause: str) -> None:
+    """1. one is not known; 2. all is known: the decode worker is sooner."""
+    driver = balanced("p0", "p1", "d0")
+    report(driver, "p0", "p1", "d0")
+    blind(driver)
+    assert not reserve(driver, "r")
+    assert _decisions(driver)[-1]["why"] == f"blind: {cause}"
+    report(driver, "p0", "p1", "d0")
+    assert reserve(driver, "again")
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"num_waiting_uncached_tokens": -10_000},
+        {"prefill_tokens_per_s": -SPEED},
+        {"prefill_tokens_per_s": NAN},
+        {"step_s": float("inf")},
+    ],
+    ids=["negative tokens", "negative speed", "no number", "infinite"],
+)
+def test_numbers_that_no_worker_has_change_nothing_but_grow_old(numbers: dict[str, float]) -> None:
+    """A decode worker that reports them is as busy as it was, and unknown after a while; what it is, is believed."""
+    driver = balanced("p0", "d0")
+    driver.stats("p0", **BUSY)
+    driver.stats("d0", prefill_tokens_per_s=SPEED, num_waiting_uncached_tokens=7000)
+    driver.stats("d0", **numbers)
+    assert not reserve(driver, "r")
+    assert _decisions(driver)[-1]["why"] == "sooner than the decode worker, or nearly"
+    pass_time(driver, "p0")
+    driver.stats("d0", **numbers)
+    assert not reserve(driver, "late")
+    driver.stats("d0", state=WorkerState.DRAINING, **numbers)
+    assert not driver.core.has_ready_pair
 
 
 def test_what_is_placed_is_counted_where_it_is_computed_and_no_longer() -> None:

@@ -59,7 +59,7 @@ def test_load_is_the_report_plus_what_was_placed_since() -> None:
     worker, attempt_id = make_worker(), AttemptId(RequestId("a"), 0)
     worker.place(attempt_id, 0.0, tokens=100)
     assert (worker.tokens.value, worker.sequences.value) == (100, 1)
-    worker.report(WorkerStats(num_waiting_uncached_tokens=250, num_waiting=3))
+    worker.report(WorkerStats(num_waiting_uncached_tokens=250, num_waiting=3), 0.0)
     assert (worker.tokens.value, worker.sequences.value) == (250, 3)
     worker.tokens_computed(attempt_id)
     assert worker.tokens.value == 150
@@ -70,7 +70,7 @@ def test_load_is_the_report_plus_what_was_placed_since() -> None:
 def test_load_is_never_below_what_is_ours() -> None:
     worker = make_worker()
     worker.place(AttemptId(RequestId("a"), 0), 0.0, tokens=100)
-    worker.report(WorkerStats())  # made before the placement arrived
+    worker.report(WorkerStats(), 0.0)  # made before the placement arrived
     assert worker.tokens.value == 100
 
 

@@ -144,6 +144,14 @@ def test_decode_worker_prefills_when_that_is_clearly_sooner_or_nobody_else_can()
     assert policy.choose_prefiller([replace(c, refusal="full") for c in there], Candidate("d0", cost=99.0))[0] == 2
 
 
+def test_prefill_workers_keep_a_prompt_while_one_that_could_take_it_is_not_known() -> None:
+    there, here = candidates(p0=0.9, p1=0.6), Candidate("d0", cost=0.1)
+    silent = replace(there[0], unknown="is silent")
+    assert policy.choose_prefiller([silent, there[1]], here) == (1, "blind: p0 is silent")
+    assert policy.choose_prefiller(there, replace(here, unknown="is new")) == (1, "blind: d0 is new")
+    assert policy.choose_prefiller([replace(silent, refusal="is draining"), there[1]], here)[0] == 2
+
+
 @settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     there=st.lists(st.floats(0.0, 1e3), min_size=1, max_size=5), here=st.floats(0.0, 1e3), shorter=st.floats(0.0, 1.0)
