@@ -1,4 +1,4 @@
-"""Faults around pdserve: Redis, the host, operators and clients."""
+"""Faults around pdserve: the host, operators and clients."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import tempfile
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -17,41 +17,6 @@ from tests.chaos.clients import Clients
 from tests.chaos.ledger import Api, Entry, Outcome, problems
 from tests.chaos.rig import Act, Scene, Void
 from tests.cluster.cluster import free_port
-
-
-def kill_redis(away_s: float) -> Act:
-    """Redis dies; our supervisor starts it again, empty. `away_s`: it is killed again until then."""
-
-    async def act(scene: Scene) -> str:
-        rig, proof = scene.rig, ""
-        loop = asyncio.get_running_loop()
-        scene.begins()
-        end_s, num_kills = loop.time() + away_s, 0
-        while num_kills == 0 or loop.time() < end_s:
-            try:
-                proof = await rig.kill(rig.redis_pid())
-                num_kills += 1
-            except (Void, psutil.NoSuchProcess, ProcessLookupError):
-                await asyncio.sleep(0.05)
-        scene.lifted()
-        return f"redis: {proof}; {num_kills} times in {away_s:g} s"
-
-    return act
-
-
-def silence_redis(for_s: float) -> Act:
-    """Redis is connected and silent: SIGSTOP, so that the kernel still accepts for it."""
-
-    async def act(scene: Scene) -> str:
-        pid = scene.rig.redis_pid()
-        scene.begins()
-        with scene.rig.frozen(pid):
-            proof = await scene.rig.until_frozen(pid)
-            await asyncio.sleep(for_s)
-        scene.lifted()
-        return f"redis: {proof} for {for_s:g} s"
-
-    return act
 
 
 def hogs(count: int, for_s: float) -> Act:
@@ -75,45 +40,6 @@ def hogs(count: int, for_s: float) -> Act:
         if used_s < 0.1 * for_s:
             raise Void(f"the hogs got {used_s:.1f} s of processor time")
         return f"{count} hogs used {used_s:.1f} s of processor time in {for_s:g} s"
-
-    return act
-
-
-def wipe_redis(count: int) -> Act:
-    """Redis forgets everything, several times: what a fail-over to an empty replica does."""
-
-    async def act(scene: Scene) -> str:
-        scene.begins()
-        with closing(scene.rig.redis()) as redis:
-            lost = 0
-            for _ in range(count):
-                lost += int(redis.dbsize())
-                redis.flushall()
-                await asyncio.sleep(1.5)
-        scene.lifted()
-        if not lost:
-            raise Void("there was nothing to lose")
-        return f"FLUSHALL {count} times, {lost} keys lost"
-
-    return act
-
-
-def fill_redis(for_s: float) -> Act:
-    """Redis takes no more writes that need memory."""
-
-    async def act(scene: Scene) -> str:
-        with closing(scene.rig.redis()) as redis:
-            redis.config_resetstat()
-            redis.config_set("maxmemory-policy", "noeviction")
-            scene.begins()
-            redis.config_set("maxmemory", 1)
-            await asyncio.sleep(for_s)
-            errors = redis.info("errorstats").get("errorstat_OOM", {})
-            redis.config_set("maxmemory", 0)
-        scene.lifted()
-        if not errors.get("count"):
-            raise Void("no write was refused")
-        return f"maxmemory 1 for {for_s:g} s, {errors['count']} writes refused"
 
     return act
 

@@ -20,18 +20,15 @@ from tests.chaos.link_faults import drop_link, drop_router_link, reset_link, slo
 from tests.chaos.outer_faults import (
     exhausted_pool,
     few_descriptors,
-    fill_redis,
     full_log_disk,
     hogs,
-    kill_redis,
     leaving_clients,
     scale_in,
     second_router,
-    silence_redis,
     slow_readers,
-    wipe_redis,
 )
 from tests.chaos.planted_rows import PLANTED_ROWS
+from tests.chaos.redis_rows import REDIS_ROWS
 from tests.chaos.rig import Shape
 from tests.chaos.row import ENDED_CLEANLY, UNNOTICED, Row
 
@@ -199,47 +196,6 @@ ROWS: tuple[Row, ...] = (
         drop_router_link("decode", 6.0),
     ),
     Row(
-        "redis-killed",
-        21,
-        "Redis",
-        "SIGKILL again and again for 8 s",
-        "steady",
-        UNNOTICED,
-        "the processes are gone",
-        kill_redis(8.0),
-        is_short=True,
-    ),
-    Row(
-        "redis-silent",
-        22,
-        "Redis",
-        "SIGSTOP 8 s: connected and silent",
-        "steady",
-        UNNOTICED,
-        "state T",
-        silence_redis(8.0),
-    ),
-    Row(
-        "redis-wiped",
-        23,
-        "Redis",
-        "FLUSHALL 5 times: a replica without the writes takes over",
-        "steady",
-        UNNOTICED,
-        "keys that were there",
-        wipe_redis(5),
-    ),
-    Row(
-        "redis-full",
-        24,
-        "Redis",
-        "maxmemory reached for 6 s",
-        "steady",
-        UNNOTICED,
-        "writes that Redis refused",
-        fill_redis(6.0),
-    ),
-    Row(
         "log-disk-full",
         30,
         "host",
@@ -331,6 +287,7 @@ ROWS: tuple[Row, ...] = (
         "processor time of the hogs",
         hogs(2, 8.0),
     ),
+    *REDIS_ROWS,
     *PLANTED_ROWS,
 )
 

@@ -167,11 +167,11 @@ RUNBOOK: tuple[Entry, ...] = (
         "nothing",
     ),
     Entry(
-        "Redis is away, silent, wiped or full",
+        "Redis is away, silent, wiped, full, read-only, late, or evicts",
         ("redis",),
         "nothing",
         "`pdserve_index_errors`; fewer `pdserve_prompt_tokens_cached`",
-        "nothing per request; `index_stale_hit`",
+        "nothing per request; `index_stale_hit`; router: `registry_away`; workers: `lease_not_renewed`",
         "the prefix hit rate falls; scaling waits until Redis is back",
         "bring it back; workers say everything again within seconds",
     ),

@@ -1,0 +1,101 @@
+"""Rows of the fault list about Redis: away, silent or forgetful, or there and of no use."""
+
+from tests.chaos.redis_faults import (
+    evicting_redis,
+    full_redis,
+    kill_redis,
+    late_redis,
+    lonely_redis,
+    read_only_redis,
+    silence_redis,
+    wipe_redis,
+)
+from tests.chaos.row import UNNOTICED, Row
+
+SAME_LIVES = "every answer is right; no worker loses its life; all is listed again"
+REFUSED = "writes that Redis refused, leases that were missing"
+
+REDIS_ROWS: tuple[Row, ...] = (
+    Row(
+        "redis-killed",
+        21,
+        "Redis",
+        "SIGKILL again and again for 8 s",
+        "steady",
+        UNNOTICED,
+        "the processes are gone",
+        kill_redis(8.0),
+        is_short=True,
+    ),
+    Row(
+        "redis-silent",
+        22,
+        "Redis",
+        "SIGSTOP 8 s: connected and silent",
+        "steady",
+        UNNOTICED,
+        "state T",
+        silence_redis(8.0),
+    ),
+    Row(
+        "redis-wiped",
+        23,
+        "Redis",
+        "FLUSHALL 5 times: a replica without the writes takes over",
+        "steady",
+        UNNOTICED,
+        "keys that were there",
+        wipe_redis(5),
+    ),
+    Row(
+        "redis-full",
+        24,
+        "Redis",
+        "empty, and maxmemory reached for 8 s",
+        "steady",
+        SAME_LIVES,
+        REFUSED,
+        full_redis(8.0),
+    ),
+    Row(
+        "redis-read-only",
+        37,
+        "Redis",
+        "a replica of a master that is away for 8 s",
+        "steady",
+        SAME_LIVES,
+        REFUSED,
+        read_only_redis(8.0),
+        is_short=True,
+    ),
+    Row(
+        "redis-without-replicas",
+        38,
+        "Redis",
+        "lacks the replicas that it must have for 8 s",
+        "steady",
+        SAME_LIVES,
+        REFUSED,
+        lonely_redis(8.0),
+    ),
+    Row(
+        "redis-evicting",
+        39,
+        "Redis",
+        "data of others push out ours for 8 s (allkeys-lru)",
+        "steady",
+        SAME_LIVES,
+        "keys that Redis evicted, leases that were missing",
+        evicting_redis(8.0),
+    ),
+    Row(
+        "redis-late",
+        40,
+        "Redis",
+        "answers 0.3 to 0.7 s late for 8 s",
+        "steady",
+        SAME_LIVES,
+        "answers to a client of our own",
+        late_redis(8.0),
+    ),
+)
