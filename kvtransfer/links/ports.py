@@ -8,6 +8,7 @@ import ctypes
 import os
 import socket
 import struct
+import sys
 from collections.abc import Iterator
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h; Python has no names for them
@@ -49,10 +50,10 @@ def listeners() -> dict[int, socket.socket]:
     return found
 
 
-def has_said_nothing(connection: socket.socket) -> bool:
-    """True when not one byte has come in on it."""
+def num_bytes_received(connection: socket.socket) -> int:
+    """What has come in on it, read or not."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED_AT + 8)
-    return not any(info[_BYTES_RECEIVED_AT:])
+    return int.from_bytes(info[_BYTES_RECEIVED_AT:], sys.byteorder)
 
 
 def connections(port: int) -> dict[Address, socket.socket]:

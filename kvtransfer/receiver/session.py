@@ -154,7 +154,7 @@ class ReceiverSession:
         if not _EPOCH.fullmatch(epoch):
             raise SessionEnded(f"expected open_link with an epoch of 16 hex digits, got {epoch[:32]!r}")
         self._prefix = link_prefix(self._peer, self._settings.ref, epoch)
-        self._shared.store.open()
+        self._shared.store.open(self._prefix)
         # The other end may need the store a little longer than this one, and gives up after the time-out.
         self._loop.call_later(2 * self._settings.link_timeout_s, self._shared.store.shut)
         await context.write(pb.ConnectResponse(link_accepted=pb.LinkAccepted(epoch=epoch)))

@@ -36,7 +36,7 @@ from kvtransfer.work_thread import WorkThread
 NetworkEffect = PostReceive | WriteChunk | DiscardChunk | SendAcknowledged | SendCancel | DropPeer
 JOIN_TIMEOUT_S = 5.0
 # A look at every descriptor of the process takes a millisecond.
-HANG_UP_INTERVAL_S = 1.0
+HANG_UP_INTERVAL_S = 0.5
 # Generated code has no types.
 _add_to_server: Any = handoff_pb2_grpc.add_HandoffServiceServicer_to_server
 

@@ -102,9 +102,10 @@ def hold_redis(state: State, for_s: float) -> Act:
             finally:
                 await asyncio.to_thread(state.end, client)
             scene.lifted()
-            assert meanwhile == before, f"workers went though Redis alone was in trouble: {before - meanwhile}"
+            assert meanwhile == before, f"workers went, Redis alone was in trouble: {_last_losses(scene.rig)}"
             await scene.rig.until(lambda: _num_listed(client, before) == len(before), "every lease in Redis again")
-            assert await asyncio.to_thread(_lives, scene.rig) == before, "a worker began another life"
+            after = await asyncio.to_thread(_lives, scene.rig)
+            assert after == before, f"a worker began another life: {_last_losses(scene.rig)}"
         if not count or (state.takes_leases and not num_missing):
             raise Void(f"{count} {what}; a lease was missing at {num_missing} of {num_looks} looks")
         return f"{count} {what} in {for_s:g} s; a lease was missing at {num_missing} of {num_looks} looks"
@@ -126,6 +127,12 @@ async def _watch(state: State, client: redis.Redis, lives: frozenset[WorkerRef],
 def _lives(rig: Rig) -> frozenset[WorkerRef]:
     ready = [worker for worker in rig.workers() if worker["state"] == "ready"]
     return frozenset(WorkerRef(worker["worker_id"], worker["incarnation"]) for worker in ready)
+
+
+def _last_losses(rig: Rig) -> list[str]:
+    """What the logs say of workers that were given up: a machine that is too busy looks the same from here."""
+    words = ("worker_dropped", "worker_life_given_up", "worker_stream_ended")
+    return [line for line in rig.cluster.logs().splitlines() if any(word in line for word in words)][-4:]
 
 
 def _num_listed(client: redis.Redis, lives: frozenset[WorkerRef]) -> int:

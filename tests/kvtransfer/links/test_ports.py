@@ -1,5 +1,6 @@
 """Ports that torch and gloo listen on keep no stranger for long, and take none when no link is being made."""
 
+import random
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from kvtransfer.links.build import build_link
-from kvtransfer.links.ports import connections, has_said_nothing, listeners
+from kvtransfer.links.ports import connections, listeners, num_bytes_received
 from kvtransfer.links.rendezvous import RendezvousStore, join_rendezvous
 from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, new_prefix, plan, receive, send
 from tests.waiting import until
@@ -56,9 +57,9 @@ def takes_nobody(port: int) -> bool:
 
 async def test_the_store_takes_nobody_while_no_link_is_made(store: RendezvousStore) -> None:
     assert takes_nobody(store.port)
-    store.open()
-    join_rendezvous(HOST, store.port, new_prefix(), TIMEOUT_S).set("key", "value")
-    store.open()
+    store.open("one")
+    join_rendezvous(HOST, store.port, "one", TIMEOUT_S).set("key", "value")
+    store.open("two")
     store.shut()
     assert not takes_nobody(store.port)
     store.shut()
@@ -68,7 +69,7 @@ async def test_the_store_takes_nobody_while_no_link_is_made(store: RendezvousSto
 async def test_strangers_that_say_nothing_to_the_store_are_hung_up_and_members_are_not(store: RendezvousStore) -> None:
     """At the second look; the store's own client and one that has said something stay until no link is made."""
     own = num_connections(store.port)
-    store.open()
+    store.open("link")
     with ExitStack() as stack:
         strange = strangers(store.port, 20, stack)
         member = join_rendezvous(HOST, store.port, new_prefix(), TIMEOUT_S)
@@ -83,8 +84,8 @@ async def test_strangers_that_say_nothing_to_the_store_are_hung_up_and_members_a
         store.shut()
         store.hang_up()
         await until_connected(store.port, own)
-    store.open()
-    join_rendezvous(HOST, store.port, new_prefix(), TIMEOUT_S).set("key", "value")
+    store.open("another")
+    join_rendezvous(HOST, store.port, "another", TIMEOUT_S).set("key", "value")
     store.forget("none")
 
 
@@ -118,11 +119,88 @@ async def test_a_link_that_stands_takes_nobody_and_strangers_that_came_before_ar
     store.close()
 
 
-def test_a_connection_is_silent_until_a_byte_has_come() -> None:
+def test_what_has_come_in_on_a_connection_is_known_before_it_is_read() -> None:
     with socket.create_server((HOST, 0)) as server, socket.create_connection(server.getsockname()) as client:
         accepted, _ = server.accept()
         with accepted:
-            assert has_said_nothing(accepted)
-            client.sendall(b"x")
-            accepted.recv(1)
-            assert not has_said_nothing(accepted)
+            assert num_bytes_received(accepted) == 0
+            client.sendall(b"xyz")
+            assert accepted.recv(1) == b"x"
+            assert num_bytes_received(accepted) == 3
+
+
+# ---- forged -----------------------------------------------------------------------------------------
+
+# The store's own protocol: who asks says this number first; a command is a byte, a length eight.
+HELLO = b"\x00" + (0x3C85F7CE).to_bytes(4, "little")
+LENGTHS = (0, 1, 8193, 1 << 23, (1 << 23) + 1, 1 << 31, 1 << 63, (1 << 64) - 1)
+COMMANDS = (*range(18), 255)
+
+
+def text(word: bytes) -> bytes:
+    return len(word).to_bytes(8, "little") + word
+
+
+def forged() -> Iterator[bytes]:
+    """Beginnings of any kind, every command with every length, and commands that do not fit what is stored."""
+    rng = random.Random(16)
+    yield from (rng.randbytes(length) for length in (1, 5, 64, 5000))
+    yield from (HELLO[:length] for length in range(1, 5))
+    for command in COMMANDS:
+        yield bytes([command]) + text(b"key") * 3
+        yield HELLO + bytes([command])
+        for length in LENGTHS:
+            yield HELLO + bytes([command]) + length.to_bytes(8, "little") + b"x" * 40
+            yield HELLO + bytes([command]) + text(b"key") + length.to_bytes(8, "little") + b"x" * 40
+    yield HELLO + b"\x01" + text(b"word") + text(b"no number") + b"\x04" + text(b"word") + bytes(8)
+    yield HELLO + b"\x03" + text(b"nothing is stored here")
+    yield HELLO + b"\x08" + text(b"nothing is stored here")
+
+
+async def test_forged_bytes_and_lengths_do_not_end_the_store(store: RendezvousStore) -> None:
+    """Each from a connection of its own, while a link is being made; a member is served after each kind."""
+    own = num_connections(store.port)
+    store.open("link")
+    member = join_rendezvous(HOST, store.port, "link", TIMEOUT_S)
+    with ExitStack() as stack:
+        for number, frame in enumerate(forged()):
+            connection = stack.enter_context(socket.create_connection((HOST, store.port), timeout=TIMEOUT_S))
+            connection.sendall(frame)
+            connection.shutdown(socket.SHUT_WR)
+            if number % 50 == 0:
+                member.set("key", str(number))
+                assert member.get("key") == str(number).encode()
+        join_rendezvous(HOST, store.port, "link", TIMEOUT_S).set("key", "last")
+        assert member.get("key") == b"last"
+        store.shut()
+        store.hang_up()
+    await until_connected(store.port, own)
+
+
+async def test_who_says_more_than_a_link_takes_is_hung_up_and_what_it_stored_is_gone(store: RendezvousStore) -> None:
+    """A link is made there afterwards as before."""
+    own = num_connections(store.port)
+    store.open("link")
+    join_rendezvous(HOST, store.port, "link", TIMEOUT_S).set("key", "value")
+    with socket.create_connection((HOST, store.port), timeout=TIMEOUT_S) as stranger:
+        stranger.sendall(HELLO)
+        stranger.sendall(b"".join(b"\x01" + text(b"%d" % idx) + text(bytes(10_000)) for idx in range(105)))
+        nobody = join_rendezvous(HOST, store.port, "link", TIMEOUT_S)
+        assert nobody.get("key") == b"value"
+
+        async def has_come() -> bool:
+            return store.num_keys > 100
+
+        await until(has_come)
+        store.hang_up()
+        assert stranger.recv(1) == b""
+        assert nobody.get("key") == b"value"
+    store.shut()
+    store.hang_up()
+    await until_connected(store.port, own)
+    store.hang_up()
+    assert (store.num_keys, num_connections(store.port)) == (0, own)
+    assert takes_nobody(store.port)
+    store.open("next")
+    join_rendezvous(HOST, store.port, "next", TIMEOUT_S).set("key", "value")
+    assert store.num_keys == 1
