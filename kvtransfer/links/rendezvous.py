@@ -101,7 +101,7 @@ class RendezvousStore:
                 address for address, num in num_bytes.items() if num > MAX_CONNECTION_BYTES
             }
             if not self._num_made:
-                stale = others.keys()
+                stale = frozenset(others)
             self._silent = frozenset(silent)
             for address in stale:
                 with contextlib.suppress(OSError):  # it has ended already
@@ -125,7 +125,9 @@ class RendezvousStore:
         with self._lock:
             self._prefixes.discard(prefix)
             store = self._store
-        for key in store.list_keys() if store is not None else ():
+        if store is None:
+            return
+        for key in store.list_keys():
             if key.startswith(f"{prefix}/"):
                 store.delete_key(key)
 
