@@ -43,7 +43,12 @@ class ChoiceEnd:
     num_tokens: int
     stop_string: str | None = None
     stop_token_id: int | None = None
-    has_calls: bool = False  # complete ones, which the client is to answer
+    has_calls: bool = False  # complete ones
+
+    @property
+    def waits_for_results(self) -> bool:
+        """The model has called functions and ended its turn."""
+        return self.has_calls and self.reason is FinishReason.STOP
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,10 @@ import dataclasses
 import functools
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -25,6 +26,28 @@ class Streamed:
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    calls: list[list[str]] = field(default_factory=list)  # name and arguments
+
+
+class Asked(Protocol):
+    """A request and what one process gives for it."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def num_choices(self) -> int: ...
+
+    def body(self, model: str) -> dict[str, Any]: ...
+
+    def expected(self, model_path: Path) -> list[list[int]]: ...
+
+    def reason(self, expected: list[int]) -> str:
+        """With which an answer of these tokens ends."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +60,8 @@ class Case:
     max_tokens: int = 24
     num_choices: int = 1
     regex: str = ""  # that the output must match; it then ends by itself
+
+    path = "/v1/completions"
 
     def body(self, model: str) -> dict[str, Any]:
         return {
@@ -54,6 +79,9 @@ class Case:
     def expected(self, model_path: Path) -> list[list[int]]:
         """The oracle: one process, no paging, no batching, no handoff. Slow, and asked once per case."""
         return _expected(self, model_path)
+
+    def reason(self, expected: list[int]) -> str:
+        return "stop" if self.regex and len(expected) < self.max_tokens else "length"
 
 
 @functools.cache
@@ -74,11 +102,11 @@ def random_cases(count: int, seed: int, **fixed: Any) -> list[Case]:
     ]
 
 
-async def stream(client: httpx.AsyncClient, url: str, model: str, case: Case) -> list[Streamed]:
+async def stream(client: httpx.AsyncClient, url: str, model: str, case: Asked) -> list[Streamed]:
     """Run one case; raises on any status but 200 and on an error inside the stream."""
     choices = [Streamed() for _ in range(case.num_choices)]
     done = False
-    async with client.stream("POST", f"{url}/v1/completions", json=case.body(model)) as reply:
+    async with client.stream("POST", f"{url}{case.path}", json=case.body(model)) as reply:
         if reply.status_code != 200:
             raise AssertionError((await reply.aread()).decode())
         async for line in reply.aiter_lines():
@@ -97,26 +125,29 @@ def _apply(choices: list[Streamed], chunk: dict[str, Any]) -> None:
         assert choice.finish_reason is None, "tokens after the end"
         choice.token_ids += part.get("token_ids") or []
         choice.finish_reason = part["finish_reason"]
+        for call in part.get("delta", {}).get("tool_calls", ()):
+            if call["index"] == len(choice.calls):
+                choice.calls.append([call["function"]["name"], ""])
+            choice.calls[call["index"]][1] += call["function"]["arguments"]
 
 
-async def run_all(url: str, model: str, cases: list[Case], at_once: int = 16) -> list[list[Streamed]]:
+async def run_all(url: str, model: str, cases: Sequence[Asked], at_once: int = 16) -> list[list[Streamed]]:
     """All cases, at most `at_once` at a time."""
     slots = asyncio.Semaphore(at_once)
     async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=at_once)) as client:
 
-        async def one(case: Case) -> list[Streamed]:
+        async def one(case: Asked) -> list[Streamed]:
             async with slots:
                 return await stream(client, url, model, case)
 
         return list(await asyncio.gather(*(one(case) for case in cases)))
 
 
-def wrong(model_path: Path, cases: list[Case], answers: list[list[Streamed]]) -> list[str]:
+def wrong(model_path: Path, cases: Sequence[Asked], answers: list[list[Streamed]]) -> list[str]:
     """Every choice that is not exactly the oracle's."""
     faults = []
     for case, answer in zip(cases, answers, strict=True):
         for idx, (choice, expected) in enumerate(zip(answer, case.expected(model_path), strict=True)):
-            reason = "stop" if case.regex and len(expected) < case.max_tokens else "length"
-            if choice.token_ids != expected or choice.finish_reason != reason:
+            if choice.token_ids != expected or choice.finish_reason != case.reason(expected):
                 faults.append(f"seed {case.seed} choice {idx}: {choice} expected {expected}")
     return faults

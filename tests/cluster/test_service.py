@@ -6,6 +6,7 @@ Every test leaves it whole and idle, with all blocks accounted for, which is che
 import asyncio
 import json
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ import httpx
 import psutil
 import pytest
 
+from tests.cluster.calls import check_calls, tool_cases
 from tests.cluster.cluster import Cluster, running_cluster
-from tests.cluster.load import Case, random_cases, run_all, wrong
+from tests.cluster.load import Asked, Case, random_cases, run_all, wrong
 
 LONG = Case(tuple(range(3, 103)), seed=11, max_tokens=1900)
 
@@ -114,20 +116,32 @@ async def test_scaling_down_and_up_under_load_fails_no_request(cluster: Cluster,
     assert wrong(tiny_model, cases, answers) == []
 
 
+async def test_calls_are_those_of_one_process_and_parse(cluster: Cluster, tiny_model: Path) -> None:
+    """1. one call and several, several choices; 2. the tokens of one process; 3. every call has its arguments."""
+    cases = [*tool_cases(6, seed=11), *tool_cases(2, seed=12, num_choices=3), *tool_cases(3, seed=13, is_single=False)]
+    answers = await run_all(cluster.url, "tiny", cases)
+    assert await asyncio.to_thread(wrong, tiny_model, cases, answers) == []
+    assert check_calls(answers) >= 10
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_worker_killed_under_load_is_not_noticed(cluster: Cluster, tiny_model: Path, role: str) -> None:
     """1. load; 2. kill -9 one worker; 3. no gap, no repeat, the same tokens; 4. the pool is whole again."""
-    cases = [
+    cases: list[Asked] = [
         *random_cases(45, seed=21, max_tokens=240),
         *random_cases(15, seed=20, max_tokens=240, regex='(\\{"k": "[a-z ]{20,40}"\\} ?){4,6}'),
+        *tool_cases(15, seed=24),
     ]
+    random.Random(1).shuffle(cases)
     victim = cluster.workers(role)[0]["pid"]
     load = asyncio.create_task(run_all(cluster.url, "tiny", cases))
-    # Of the 60, 16 at once: prompts keep coming all the time. A prefill of this model is too short to be seen.
+    # Of the 75, 16 at once: prompts keep coming all the time. A prefill of this model is too short to be seen.
     await asyncio.to_thread(cluster.wait_for, lambda state: state["num_running"], bool)
     os.kill(victim, signal.SIGKILL)
     assert not load.done()
-    assert wrong(tiny_model, cases, await load) == []
+    answers = await load
+    assert await asyncio.to_thread(wrong, tiny_model, cases, answers) == []
+    assert check_calls(answers) >= 10
     await asyncio.to_thread(cluster.wait_for_pools, 2, 2)
     assert victim not in [worker["pid"] for worker in cluster.workers()]
 

@@ -10,6 +10,7 @@ from router.front.grpc.errors import Context
 from router.front.grpc.responses import accepted_pb, chunk_pb, echo_pb, finished_pb
 from router.front.output import Deltas, Summary, Update
 from router.request.validation import ValidRequest
+from router.text.calls.choice import joined_calls
 from router.text.choice_text import ChoiceDelta, ChoiceEnd
 
 
@@ -84,4 +85,10 @@ class GenerateCall:
 def _joined(index: int, deltas: list[ChoiceDelta]) -> ChoiceDelta:
     own = [delta for delta in deltas if delta.choice_idx == index]
     tokens = tuple(token for delta in own for token in delta.tokens)
-    return ChoiceDelta(index, tokens, "".join(delta.text for delta in own))
+    return ChoiceDelta(
+        index,
+        tokens,
+        "".join(delta.text for delta in own),
+        reasoning="".join(delta.reasoning for delta in own),
+        calls=joined_calls(part for delta in own for part in delta.calls),
+    )

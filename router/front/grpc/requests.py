@@ -1,7 +1,8 @@
 """What a `GenerateRequest` asks for, as a `RequestSpec`. Pure: no IO. Ranges are left to `validation`."""
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -9,12 +10,14 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from common.values.errors import InvalidRequest, Unsupported
 from common.wire.pb import generation_pb2 as pb
 from router.front.openai.fields import check_unused
-from router.front.openai.prompts import check_role, check_template_kwargs
+from router.front.openai.prompts import check_template_kwargs, message_of
+from router.front.openai.requests import EFFORTS, MessageBody
+from router.front.openai.tools import CallBody, CallFunctionBody, ToolBody, ToolChoice, tool_use_of
 from router.request import limits
 from router.request.constraint import Constraint
 from router.request.spec import ChatPrompt, Pins, Prompt, RequestSpec, Stated, TextPrompt, TokenPrompt
+from router.text.calls.tools import ToolUse
 from router.text.chat_template import Message as ChatMessage
-from router.text.chat_template import chat_message
 
 _GROUPS: Mapping[str, Descriptor] = {
     "sampling": pb.SamplingParams.DESCRIPTOR,
@@ -29,6 +32,9 @@ _STATED = frozenset(Stated.__struct_fields__)
 _CONSTRAINTS = frozenset({"json_schema", "regex", "grammar", "choice"})
 _READ_APART = _CONSTRAINTS | {"max_tokens", "logprobs", "return_text", "echo", "return_timings"}
 _template_kwargs = msgspec.json.Decoder(dict[str, Any])
+_tools = msgspec.json.Decoder(list[ToolBody])
+_choice: msgspec.json.Decoder[ToolChoice] = msgspec.json.Decoder(ToolChoice)
+ValueT = TypeVar("ValueT")
 
 
 def generate_spec(request: pb.GenerateRequest, deadline_s: float | None) -> RequestSpec:
@@ -36,6 +42,7 @@ def generate_spec(request: pb.GenerateRequest, deadline_s: float | None) -> Requ
     check_unused("session_id", request.session_id or None)
     output, routing = request.output, request.routing
     kind = request.WhichOneof("input") or ""
+    use = _tool_use(request.chat) if kind == "chat" else None
     return RequestSpec(
         prompt=prompt_of(request),
         stated=_stated(request),
@@ -44,6 +51,8 @@ def generate_spec(request: pb.GenerateRequest, deadline_s: float | None) -> Requ
         deadline_s=deadline_s,
         pins=Pins(routing.prefill_worker_id, routing.decode_worker_id, routing.force_colocated),
         constraint=_constraint(request.sampling),
+        tools=use,
+        is_whole=not request.stream,
         return_text=output.return_text if output.HasField("return_text") else True,
         echo=output.echo,
         api_names={**API_NAMES, "prompt": _PROMPT_NAMES[kind]},
@@ -84,22 +93,53 @@ def _chat(chat: pb.ChatInput) -> ChatPrompt:
     if not 0 < len(chat.messages) <= limits.MAX_MESSAGES:
         raise InvalidRequest(f"chat.messages must hold 1 to {limits.MAX_MESSAGES} messages", param="chat.messages")
     messages = tuple(_message(message, f"chat.messages[{idx}]") for idx, message in enumerate(chat.messages))
-    return ChatPrompt(messages, chat.add_generation_prompt, _kwargs(chat.chat_template_kwargs_json))
+    use = _tool_use(chat)
+    tools = () if use is None else tuple(tool.for_template for tool in use.shown_tools)
+    kwargs, effort = _kwargs(chat.chat_template_kwargs_json), chat.reasoning_effort or None
+    if effort not in (None, *EFFORTS):
+        message = f"chat.reasoning_effort must be one of {', '.join(EFFORTS)}"
+        raise InvalidRequest(message, param="chat.reasoning_effort")
+    return ChatPrompt(messages, chat.add_generation_prompt, kwargs, tools, effort)
+
+
+def _tool_use(chat: pb.ChatInput) -> ToolUse | None:
+    """Raises InvalidRequest."""
+    names = {"tools": "chat.tools_json", "tool_choice": "chat.tool_choice"}
+    tools = _parsed(chat.tools_json, _tools, names["tools"]) if chat.tools_json else []
+    choice: ToolChoice | None = None
+    if chat.tool_choice:
+        text = chat.tool_choice if chat.tool_choice.startswith("{") else json.dumps(chat.tool_choice)
+        stated: ToolChoice = _parsed(text, _choice, names["tool_choice"])
+        choice = stated
+    parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None
+    return tool_use_of(tools, choice, parallel, names)
 
 
 def _message(message: pb.ChatMessage, param: str) -> ChatMessage:
-    check_role(message.role, f"{param}.role")
-    return chat_message(message.role, message.content, message.name)
+    calls = [CallBody(CallFunctionBody(call.name, call.arguments), call.id or None) for call in message.tool_calls]
+    body = MessageBody(
+        role=message.role,
+        content=None if calls and not message.content else message.content,
+        name=message.name or None,
+        reasoning=message.reasoning or None,
+        tool_call_id=message.tool_call_id or None,
+        tool_calls=calls or None,
+    )
+    return message_of(body, param)
+
+
+def _parsed(text: str, decoder: msgspec.json.Decoder[ValueT], param: str) -> ValueT:
+    try:
+        return decoder.decode(text)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise InvalidRequest(f"{param}: {str(error)[:200]}", param=param) from error
 
 
 def _kwargs(text: str) -> dict[str, Any]:
     if not text:
         return {}
     param = "chat.chat_template_kwargs_json"
-    try:
-        kwargs = _template_kwargs.decode(text)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequest(f"{param} is no JSON object", param=param) from error
+    kwargs = _parsed(text, _template_kwargs, param)
     check_template_kwargs(kwargs, param)
     return kwargs
 

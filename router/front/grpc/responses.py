@@ -12,7 +12,7 @@ from router.core.generation import Accepted, RequestTimings
 from router.front.output import Summary
 from router.front.service_protocol import ClusterState, WorkerView
 from router.request.served_model import ServedModel
-from router.text.choice_text import ChoiceDelta, ChoiceEnd
+from router.text.choice_text import CallPart, ChoiceDelta, ChoiceEnd
 from router.text.token_text import TokenTexts
 
 _REASONS = {
@@ -40,7 +40,13 @@ def accepted_pb(accepted: Accepted) -> pb.Accepted:
 
 def chunk_pb(delta: ChoiceDelta, num_logprobs: int | None, token_texts: TokenTexts) -> pb.TokenChunk:
     """`num_logprobs` None: none are asked for."""
-    chunk = pb.TokenChunk(index=delta.choice_idx, token_ids=[token.token_id for token in delta.tokens], text=delta.text)
+    chunk = pb.TokenChunk(
+        index=delta.choice_idx,
+        token_ids=[token.token_id for token in delta.tokens],
+        text=delta.text,
+        reasoning=delta.reasoning,
+        tool_calls=map(_call_pb, delta.calls),
+    )
     if num_logprobs is not None:
         chunk.logprobs.extend(_logprobs(token, num_logprobs, token_texts) for token in delta.tokens)
     return chunk
@@ -55,7 +61,7 @@ def finished_pb(index: int, end: ChoiceEnd, summary: Summary, *, has_timings: bo
     """`usage` counts this choice's tokens; the prompt's are the same for every choice."""
     finished = pb.Finished(
         index=index,
-        reason=_REASONS[end.reason],
+        reason=pb.FINISH_REASON_TOOL_CALLS if end.waits_for_results else _REASONS[end.reason],
         usage=pb.Usage(
             prompt_tokens=summary.num_prompt_tokens,
             completion_tokens=end.num_tokens,
@@ -69,6 +75,10 @@ def finished_pb(index: int, end: ChoiceEnd, summary: Summary, *, has_timings: bo
     if has_timings:
         finished.timings.CopyFrom(timings_pb(summary.timings))
     return finished
+
+
+def _call_pb(part: CallPart) -> pb.ToolCallDelta:
+    return pb.ToolCallDelta(index=part.index, id=part.call_id, name=part.name, arguments=part.arguments)
 
 
 def timings_pb(timings: RequestTimings) -> pb.RequestTimings:

@@ -59,7 +59,7 @@ def chat_prompt(
     kwargs = template_kwargs or {}
     check_template_kwargs(kwargs, "chat_template_kwargs")
     return ChatPrompt(
-        messages=tuple(_message(message, f"messages[{idx}]") for idx, message in enumerate(messages)),
+        messages=tuple(message_of(message, f"messages[{idx}]") for idx, message in enumerate(messages)),
         add_generation_prompt=add_generation_prompt is not False,
         template_kwargs=kwargs,
         tools=tuple(tool.for_template for tool in tools),
@@ -75,8 +75,9 @@ def check_template_kwargs(kwargs: Mapping[str, Any], param: str) -> None:
     check_nesting([kwargs], param, limits.MAX_TEMPLATE_VALUES)
 
 
-def _message(message: MessageBody, param: str) -> Message:
-    check_role(message.role, f"{param}.role")
+def message_of(message: MessageBody, param: str) -> Message:
+    """As templates know it. Raises InvalidRequest."""
+    _check_role(message.role, f"{param}.role")
     refuse_unsupported(message, f"{param}.")
     for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
         if getattr(message, name) and message.role != role:
@@ -93,7 +94,7 @@ def _content(content: str | Sequence[ContentPart] | None, param: str, *, is_opti
     return content if content is None or isinstance(content, str) else _joined(content, param)
 
 
-def check_role(role: str, param: str) -> None:
+def _check_role(role: str, param: str) -> None:
     if role == "function":
         raise Unsupported(f"{param}: 'function' is not supported; use 'tool'", param=param)
     if role not in ROLES:

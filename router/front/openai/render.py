@@ -9,7 +9,7 @@ from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
-from common.values.request import FinishReason, SampledToken
+from common.values.request import SampledToken
 from router.front.openai.responses import (
     Answer,
     ChatChoice,
@@ -26,6 +26,7 @@ from router.front.openai.responses import (
     ToolCallDelta,
     TopLogprob,
 )
+from router.text.calls.choice import joined_calls
 from router.text.choice_text import CallPart, ChoiceDelta, ChoiceEnd
 from router.text.token_text import TokenTexts
 
@@ -90,7 +91,13 @@ class ChatRenderer:
         return [ChatChunkChoice(index, ChatDelta(content="", role="assistant"), None, None)]
 
     def chunks(self, index: int, delta: ChoiceDelta) -> Sequence[ChatChunkChoice]:
-        """One for what is said, one for each piece of a call. The tokens go with the first, the end with the last."""
+        """One for what is said, one for each piece of a call. The tokens go with the first, the end with the last.
+
+        None where there is nothing to say: of a marker's tokens, unless the client wants to hear of every token.
+        """
+        wants_tokens = self._options.has_logprobs or self._options.return_token_ids
+        if not (wants_tokens or delta.end or delta.text or delta.reasoning or delta.calls):
+            return []
         parts = self._parts(delta)
         chunks = [ChatChunkChoice(index, part, None, None) for part in parts]
         first, last = chunks[0], chunks[-1]
@@ -111,7 +118,7 @@ class ChatRenderer:
     def _message(self, choice: WholeChoice) -> ChatMessage:
         """Without content when there is something else."""
         text, reasoning = "".join(choice.texts), "".join(choice.reasonings)
-        calls = _calls_of(choice.calls)
+        calls = [ToolCall(call.call_id, FunctionCall(call.arguments, call.name)) for call in joined_calls(choice.calls)]
         shown = reasoning if reasoning and self._options.has_reasoning else UNSET
         return ChatMessage(
             content=None if not text and (calls or reasoning) else text,
@@ -196,23 +203,13 @@ def finish_reason_of(end: ChoiceEnd | None) -> str | None:
     """None for a choice that was aborted: OpenAI's API has no word for that, and the answer ends with an error."""
     if end is None or end.reason is None:
         return None
-    return "tool_calls" if end.has_calls and end.reason is FinishReason.STOP else end.reason.value
+    return "tool_calls" if end.waits_for_results else end.reason.value
 
 
 def _call_delta(part: CallPart) -> ToolCallDelta:
     if not part.name:
         return ToolCallDelta(part.index, FunctionDelta(part.arguments))
     return ToolCallDelta(part.index, FunctionDelta(part.arguments, part.name), part.call_id, "function")
-
-
-def _calls_of(parts: Sequence[CallPart]) -> list[ToolCall]:
-    calls: list[ToolCall] = []
-    for part in parts:
-        if part.name:
-            calls.append(ToolCall(part.call_id, FunctionCall(part.arguments, part.name)))
-        else:
-            calls[-1].function.arguments += part.arguments
-    return calls
 
 
 def stop_reason_of(end: ChoiceEnd | None) -> str | int | None:

@@ -3,7 +3,7 @@
 Types are strict: "5", 5.0 and true are no integers. Of a key given twice the last counts, as JSON parsers agree.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -13,6 +13,8 @@ from router.front.openai.tools import CallBody, ToolBody, ToolChoice
 from router.request import limits
 from router.request.spec import Stated, within
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPTS = [{"type": "string"}, _IDS, {"type": "array", "items": {"anyOf": [{"type": "string"}, _IDS]}}]
@@ -123,7 +125,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     tools: list[ToolBody] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
     audio: NotOffered = None
     chat_template: NotOffered = None

@@ -1,6 +1,7 @@
 """One choice's text told apart: what of each delta is content, reasoning, or a call. Pure: no IO."""
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import replace
 
 from common.values.request import FinishReason
@@ -56,6 +57,15 @@ class FormattedChoice:
     def _id_of(self, index: int) -> str:
         digest = hashlib.sha256(f"{self._seed}/{index}".encode()).hexdigest()
         return digest[:9] if self._form.tools == "mistral" else f"call_{digest[:24]}"  # its templates want nine
+
+
+def joined_calls(parts: Iterable[CallPart]) -> tuple[CallPart, ...]:
+    """Each call whole."""
+    calls: dict[int, CallPart] = {}
+    for part in parts:
+        begun = calls.get(part.index)
+        calls[part.index] = part if begun is None else replace(begun, arguments=begun.arguments + part.arguments)
+    return tuple(calls.values())
 
 
 def _joined(pieces: list[Piece], kind: Kind) -> str:

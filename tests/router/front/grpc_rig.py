@@ -14,8 +14,9 @@ from common.wire.pb import generation_pb2 as pb
 from common.wire.pb import generation_pb2_grpc
 from router.front.frontend import Frontend
 from router.front.grpc.server import GrpcServer
+from router.request.served_model import ServedModel
 from router.tenants.access import Access
-from tests.router.front.http_rig import build_frontend, open_access
+from tests.router.front.http_rig import MODEL, build_frontend, open_access
 from tests.router.front.scripted_service import ScriptedService
 
 DETAILS = (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
@@ -38,8 +39,9 @@ async def grpc_rig(
     max_request_bytes: int = 1 << 20,
     access: Access | None = None,
     max_connections: int | None = None,
+    model: ServedModel = MODEL,
 ) -> AsyncIterator[GrpcRig]:
-    frontend = build_frontend(service)
+    frontend = build_frontend(service, model)
     server = GrpcServer(
         frontend, max_request_bytes, "127.0.0.1:0", access or open_access(), max_connections=max_connections
     )
