@@ -16,6 +16,7 @@ import torch
 
 from common.engine.devices.triton.chunk import gather_rows, scatter_rows
 from common.engine.devices.triton.decode_attention import decode_attention, decode_candidates
+from common.engine.devices.triton.grouped_product import grouped_product, sort_pairs
 from common.engine.devices.triton.norm import add_rms_norm, rms_norm
 from common.engine.devices.triton.prefill_attention import prefill_attention, prefill_candidates
 from common.engine.devices.triton.rope_write import rope_and_write
@@ -48,7 +49,14 @@ class Case:
 
 
 def cases() -> list[Case]:
-    return [*_attention_cases(), *_quantized_cases(), *_tuned_cases(), *_other_cases(), *_sampling_cases()]
+    return [
+        *_attention_cases(),
+        *_quantized_cases(),
+        *_tuned_cases(),
+        *_other_cases(),
+        *_grouped_cases(),
+        *_sampling_cases(),
+    ]
 
 
 def _attention_cases() -> Iterator[Case]:
@@ -122,6 +130,21 @@ def _other_cases() -> Iterator[Case]:
             yield Case(f"rms_norm {dtype} {hidden}", partial(rms_norm, x, x[0], 1e-5), NO_MATRIX)
         x = torch.ones(4, 11008, dtype=DTYPES[dtype])
         yield Case(f"silu_mul {dtype}", partial(silu_mul, x, x), NO_MATRIX)
+
+
+def _grouped_cases() -> Iterator[Case]:
+    """Few pairs for each expert, as in a decode step, and many, as in prefill."""
+    for dtype, (name, num_rows, matrix) in itertools.product(
+        ("bf16", "fp32"), (("decode", 8, NARROW_MATRIX), ("prefill", 512, WIDE_MATRIX))
+    ):
+        wanted = EXACT_MATRIX if dtype == "fp32" else matrix
+        yield Case(f"grouped_product {name} {dtype}", partial(_grouped, num_rows, DTYPES[dtype]), wanted)
+
+
+def _grouped(num_rows: int, dtype: torch.dtype) -> None:
+    expert_ids = torch.arange(2 * num_rows).view(num_rows, 2) % 8
+    x, weights = torch.ones(num_rows, 1024, dtype=dtype), torch.ones(8, 512, 1024, dtype=dtype)
+    grouped_product(x, weights, sort_pairs(expert_ids, 8), is_by_row=True)
 
 
 def _sampling_cases() -> Iterator[Case]:

@@ -7,8 +7,9 @@ import torch
 
 from common.checkpoint.layers import PRE_NORMS
 from common.engine.contract.attention import AttentionBatch, LayerKV
-from common.engine.contract.device import CompiledRun, Layer, Mlp, Tail
+from common.engine.contract.device import CompiledRun, Layer, Tail
 from common.engine.contract.executor import LayerHook
+from common.engine.devices.cpu.native.experts import is_packed
 from common.engine.devices.cpu.native.products import NativeProducts
 from common.engine.devices.cpu.native.stack import NativeStack
 
@@ -29,12 +30,10 @@ def compile_layers(layers: Sequence[Layer], tail: Tail, products: NativeProducts
 
 def is_known(layer: Layer) -> bool:
     """Whether `stack.h` computes such a layer: pre-norms, plain attention, weights that are packed."""
-    spec, mlp = layer.spec, layer.mlp
-    if not isinstance(mlp, Mlp):
-        return False
-    is_packed = all(one.packed is not None for one in (layer.qkv, layer.output, mlp.gate_up, mlp.down))
+    spec = layer.spec
+    has_packed = all(one.packed is not None for one in (layer.qkv, layer.output)) and is_packed(layer.mlp)
     is_llama_like = spec.norms == PRE_NORMS and spec.qk_norm in ("none", "head")
-    return is_packed and is_llama_like and spec.activation == "silu" and spec.attention.is_plain
+    return has_packed and is_llama_like and spec.activation == "silu" and spec.attention.is_plain
 
 
 class NativeRun:

@@ -13,6 +13,7 @@ from common.engine.contract.experts import TorchExperts
 from common.engine.devices.cpu.attention import CpuAttention
 from common.engine.devices.cpu.compiled import compile_layers
 from common.engine.devices.cpu.linear import cpu_linear
+from common.engine.devices.cpu.native.experts import NativeExperts, is_packed
 from common.engine.devices.cpu.native.ops import NativeOps, native_ops
 from common.values.config import Dtype, Quantization
 
@@ -53,6 +54,9 @@ class CpuDevice:
         self, experts: Experts, activation: Activation, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
     ) -> GroupedMlp:
         mlps = [Mlp(self.linear(gate_up), self.linear(down)) for gate_up, down in weights]
+        if self._products is not None and activation == "silu" and all(map(is_packed, mlps)):
+            native = NativeExperts(self._products.library, experts, mlps)
+            return GroupedMlp(native, native)
         return GroupedMlp(TorchExperts(mlps, self.elementwise.silu_mul))
 
     def compile(self, layers: Sequence[Layer], tail: Tail) -> Mapping[int, CompiledRun]:

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from common.checkpoint import CheckpointError
 from common.checkpoint.layers import Activation, AttentionOptions, Experts
 from common.engine.contract.attention import AttentionBatch, LayerKV
-from common.engine.contract.device import Capture, CompiledRun, GroupedMlp, Layer, Linear, Mlp, Tail
-from common.engine.contract.experts import TorchExperts
+from common.engine.contract.device import Capture, CompiledRun, GroupedMlp, Layer, Linear, Tail
 from common.engine.devices.triton.capture import CudaCapture
 from common.engine.devices.triton.decode_attention import decode_attention
 from common.engine.devices.triton.device_draws import TritonDraws
 from common.engine.devices.triton.elementwise import TritonElementwise
+from common.engine.devices.triton.grouped_product import TritonExperts
 from common.engine.devices.triton.launch import require_runnable
 from common.engine.devices.triton.prefill_attention import prefill_attention
 from common.engine.devices.triton.rope_write import rope_and_write
@@ -77,8 +77,14 @@ class TritonDevice:
     def grouped_mlp(
         self, experts: Experts, activation: Activation, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
     ) -> GroupedMlp:
-        mlps = [Mlp(self.linear(gate_up), self.linear(down)) for gate_up, down in weights]
-        return GroupedMlp(TorchExperts(mlps, self.elementwise.silu_mul))
+        """By our own kernel, of stacked weights; they are copied in one after another."""
+        stacks: list[torch.Tensor] = []
+        for idx, parts in enumerate(weights):
+            stacks = stacks or [part.new_empty((experts.routing.num_experts, *part.shape)) for part in parts]
+            for stack, part in zip(stacks, parts, strict=True):
+                stack[idx].copy_(part)
+        gate_up, down = stacks
+        return GroupedMlp(TritonExperts(gate_up, down))
 
     def compile(self, layers: Sequence[Layer], tail: Tail) -> Mapping[int, CompiledRun]:
         """None: steps are recorded as a whole instead, see `new_capture`."""

@@ -121,6 +121,24 @@ void pdserve_multiply(void* out, const void* x, int64_t num_rows, const void* pr
 #endif
 }
 
+// out[num_rows][hidden_size] = what the chosen experts make of each row, by `shares`; choice and shares are
+// [num_rows][num_active].
+void pdserve_run_experts(void* out, const void* x, int64_t num_rows, const int64_t* choice, const float* shares,
+                         const void* experts, int num_threads) {
+#if PDSERVE_PRODUCTS
+    static thread_local ExpertWork scratch;
+    ExpertWork& work = scratch;  // the caller's, for the whole team
+    const Experts& all = *(const Experts*)experts;
+    work.fit(all, num_rows);
+    std::copy(choice, choice + num_rows * all.num_active, work.choice.begin());
+    std::copy(shares, shares + num_rows * all.num_active, work.shares.begin());
+    Barrier barrier;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    ExpertRunner(all, work, num_rows, Team{omp_get_thread_num(), omp_get_num_threads(), &barrier})
+        .run((bfloat16*)out, (const bfloat16*)x);
+#endif
+}
+
 void pdserve_run_stack(const void* decoder, const void* step, int64_t first, int64_t last, int num_threads) {
 #if PDSERVE_PRODUCTS
     static thread_local Workspace workspace;

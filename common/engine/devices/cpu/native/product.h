@@ -104,16 +104,23 @@ void multiply_group(Out* out, int64_t out_stride, const bfloat16* x, int64_t x_s
     }
 }
 
+// Rows [first, last) times one group of outputs.
+template <typename Out>
+void multiply_tile(Out* out, const bfloat16* x, int64_t first, int64_t last, const Product& product, int64_t group) {
+    const int64_t column = group * kGroup;
+    multiply_group(out + first * product.num_out + column, product.num_out, x + first * product.num_in, product.num_in,
+                   last - first, product.weights + column * product.num_in,
+                   product.bias ? product.bias + column : nullptr, product.num_in / 2,
+                   std::min(kGroup, product.num_out - column));
+}
+
 // This thread's share of out[num_rows][num_out] = x[num_rows][num_in] * weights + bias, everything contiguous.
 template <typename Out>
 void multiply(Out* out, const bfloat16* x, int64_t num_rows, const Product& product, Team team) {
     const int64_t groups = num_groups(product.num_out), chunks = (num_rows + kRowChunk - 1) / kRowChunk;
     team.each(groups * chunks, [&](int64_t task) {
-        int64_t column = task % groups * kGroup, row = task / groups * kRowChunk;
-        multiply_group(out + row * product.num_out + column, product.num_out, x + row * product.num_in, product.num_in,
-                       std::min(kRowChunk, num_rows - row), product.weights + column * product.num_in,
-                       product.bias ? product.bias + column : nullptr, product.num_in / 2,
-                       std::min(kGroup, product.num_out - column));
+        const int64_t row = task / groups * kRowChunk;
+        multiply_tile(out, x, row, std::min(row + kRowChunk, num_rows), product, task % groups);
     });
 }
 

@@ -207,21 +207,35 @@ template <int BITS, typename Out>
 constexpr IntBlock<Out> kIntBlocks[kIntRows] = {multiply_int_block<BITS, 1, Out>, multiply_int_block<BITS, 2, Out>,
                                                 multiply_int_block<BITS, 3, Out>, multiply_int_block<BITS, 4, Out>};
 
+// As `multiply_tile` of product.h.
+template <int BITS, typename Out>
+void multiply_int_tile(Out* out, const QuantizedRows& x, int64_t first, int64_t last, const Product& product,
+                       int64_t group) {
+    const int64_t group_bytes = kGroup * product.num_in * BITS / 8, column = group * kGroup;
+    const int64_t group_scales = product.num_in / kSpan<BITS> * kScaleRows<BITS> * kGroup;
+    for (int64_t row = first; row < last; row += kIntRows)
+        kIntBlocks<BITS, Out>[std::min(kIntRows, last - row) - 1](
+            out + row * product.num_out + column, product.num_out, x, row,
+            (const uint8_t*)product.weights + group * group_bytes, product.scales + group * group_scales,
+            product.bias ? product.bias + column : nullptr, product.num_in, std::min(kGroup, product.num_out - column));
+}
+
+// For weights of any width; those of fewer bits take their rows from `quantized`.
+template <typename Out>
+void multiply_any_tile(Out* out, const bfloat16* x, const QuantizedRows& quantized, int64_t first, int64_t last,
+                       const Product& product, int64_t group) {
+    if (product.bits == 16) return multiply_tile(out, x, first, last, product, group);
+    if (product.bits == 8) return multiply_int_tile<8>(out, quantized, first, last, product, group);
+    multiply_int_tile<4>(out, quantized, first, last, product, group);
+}
+
 // This thread's share, as `multiply` of product.h; all rows are in `x`.
 template <int BITS, typename Out>
 void multiply_int(Out* out, const QuantizedRows& x, int64_t num_rows, const Product& product, Team team) {
     const int64_t groups = num_groups(product.num_out), chunks = (num_rows + kRowChunk - 1) / kRowChunk;
-    const int64_t group_bytes = kGroup * product.num_in * BITS / 8;
-    const int64_t group_scales = product.num_in / kSpan<BITS> * kScaleRows<BITS> * kGroup;
     team.each(groups * chunks, [&](int64_t task) {
-        const int64_t group = task % groups, first = task / groups * kRowChunk, column = group * kGroup;
-        const int64_t last = std::min(first + kRowChunk, num_rows);
-        for (int64_t row = first; row < last; row += kIntRows)
-            kIntBlocks<BITS, Out>[std::min(kIntRows, last - row) - 1](
-                out + row * product.num_out + column, product.num_out, x, row,
-                (const uint8_t*)product.weights + group * group_bytes, product.scales + group * group_scales,
-                product.bias ? product.bias + column : nullptr, product.num_in,
-                std::min(kGroup, product.num_out - column));
+        const int64_t first = task / groups * kRowChunk;
+        multiply_int_tile<BITS>(out, x, first, std::min(first + kRowChunk, num_rows), product, task % groups);
     });
 }
 

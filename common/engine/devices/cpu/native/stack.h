@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention_bf16.h"
+#include "experts.h"
 #include "prefill.h"
 #include "quantized.h"
 
@@ -14,7 +15,8 @@
 struct Layer {
     const bfloat16 *input_norm, *post_norm;
     const bfloat16 *q_norm, *k_norm;  // [head_dim], or null
-    Product qkv, output, gate_up, down;
+    Product qkv, output, gate_up, down;  // the last two without weights where there are experts
+    const Experts* experts;              // null: the one MLP
 };
 
 struct Decoder {
@@ -43,6 +45,7 @@ struct Workspace {
     std::vector<bfloat16> normed, wide, attended, activated, few_attended;
     std::vector<uint16_t> packed;  // K and V of the prompts of a layer
     QuantizedRows quantized;
+    ExpertWork experts;
 
     void fit(const Decoder& model, const Step& step) {
         int64_t q_size = model.num_heads * model.head_dim, qkv_size = q_size + 2 * model.num_kv_heads * model.head_dim;
@@ -51,6 +54,7 @@ struct Workspace {
         grow(attended, step.num_tokens * q_size);
         grow(activated, step.num_tokens * model.intermediate_size);
         grow(few_attended, step.num_rows * q_size);
+        if (model.layers[0].experts) experts.fit(*model.layers[0].experts, step.num_tokens);
         if (model.layers[0].qkv.bits < 16)
             quantized.fit(step.num_tokens, std::max({model.hidden_size, model.intermediate_size, q_size}));
     }
@@ -104,18 +108,30 @@ class StepRunner {
         if (is_few) gather(team);
         bfloat16* hidden = is_few ? step_.wanted : step_.hidden;
         const bfloat16* attended = is_few ? work_.few_attended.data() : work_.attended.data();
-        const int64_t num_rows = is_few ? step_.num_rows : step_.num_tokens, size = model_.intermediate_size;
+        const int64_t num_rows = is_few ? step_.num_rows : step_.num_tokens;
         product(step_.delta, attended, num_rows, layer.output, team);
         add_norm(hidden, step_.delta, layer.post_norm, num_rows, team);
+        layer.experts ? mixture(*layer.experts, num_rows, team) : mlp(layer, num_rows, team);
+        if (!is_last || !model_.norm) return;
+        add_norm(hidden, step_.delta, model_.norm, num_rows, team);
+        product(step_.logits, work_.normed.data(), num_rows, model_.head, team);
+    }
+
+    // step_.delta = what the MLP makes of work_.normed
+    void mlp(const Layer& layer, int64_t num_rows, Team team) {
+        const int64_t size = model_.intermediate_size;
         product(work_.wide.data(), work_.normed.data(), num_rows, layer.gate_up, team);
         team.each(num_rows, [&](int64_t row) {
             silu_mul_lanes(work_.activated.data() + row * size, work_.wide.data() + row * 2 * size, size);
         });
         team.wait();
         product(step_.delta, work_.activated.data(), num_rows, layer.down, team);
-        if (!is_last || !model_.norm) return;
-        add_norm(hidden, step_.delta, model_.norm, num_rows, team);
-        product(step_.logits, work_.normed.data(), num_rows, model_.head, team);
+    }
+
+    void mixture(const Experts& experts, int64_t num_rows, Team team) {
+        ExpertRunner runner(experts, work_.experts, num_rows, team);
+        runner.choose(work_.normed.data());
+        runner.run(step_.delta, work_.normed.data());
     }
 
     template <typename Out>

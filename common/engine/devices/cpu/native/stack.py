@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from common.engine.contract.attention import AttentionBatch, LayerKV
-from common.engine.contract.device import Layer, Mlp, Tail
+from common.engine.contract.device import ExpertMlp, Layer, Mlp, Tail
+from common.engine.devices.cpu.native.experts import ExpertsStruct
 from common.engine.devices.cpu.native.products import ProductStruct
 from common.engine.devices.cpu.native.signature import function
 
@@ -17,8 +18,9 @@ class NativeStack:
     def __init__(self, library: ctypes.CDLL, layers: Sequence[Layer], tail: Tail | None) -> None:
         """Every product of the layers and of the tail is packed; norms are bfloat16."""
         self._run = function(library, "pdserve_run_stack", "ppiib")
-        self._owned = layers, tail
-        self._layers = (_Layer * len(layers))(*(_layer(layer) for layer in layers))
+        experts = [_experts(layer) for layer in layers]
+        self._owned = layers, tail, experts
+        self._layers = (_Layer * len(layers))(*map(_layer, layers, experts))
         spec, cos_sin = layers[0].spec, layers[0].cos_sin
         sizes = len(layers), spec.hidden_size, spec.intermediate_size, spec.num_heads, spec.num_kv_heads, spec.head_dim
         ends = (tail.norm.data_ptr(), tail.head.packed.struct) if tail is not None else (None, ProductStruct())
@@ -83,18 +85,25 @@ class StackStep:
         return logits if self._stack.has_tail else hidden.add_(delta[: hidden.shape[0]])
 
 
-def _layer(layer: Layer) -> "_Layer":
+def _layer(layer: Layer, experts: ExpertsStruct | None) -> "_Layer":
     norms = (layer.norms.get(name) for name in ("before_attention", "before_mlp", "q_norm", "k_norm"))
     pointers = (norm.data_ptr() if norm is not None else None for norm in norms)
-    assert isinstance(layer.mlp, Mlp)
-    products = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
-    return _Layer(*pointers, *(product.packed.struct for product in products))
+    attention = (layer.qkv.packed.struct, layer.output.packed.struct)
+    if isinstance(layer.mlp, Mlp):
+        return _Layer(*pointers, *attention, layer.mlp.gate_up.packed.struct, layer.mlp.down.packed.struct, None)
+    assert experts is not None
+    return _Layer(*pointers, *attention, ProductStruct(), ProductStruct(), ctypes.addressof(experts))
+
+
+def _experts(layer: Layer) -> ExpertsStruct | None:
+    return layer.mlp.experts.packed.with_router(layer.mlp) if isinstance(layer.mlp, ExpertMlp) else None
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
         *((name, ProductStruct) for name in ("qkv", "output", "gate_up", "down")),
+        ("experts", ctypes.c_void_p),
     )
 
 

@@ -29,6 +29,9 @@ MODELS = {
     "wide group": TinyModel(num_heads=5, num_kv_heads=1, head_dim=128),
     "qwen2": TinyModel(architecture="qwen2"),
     "qwen3": TinyModel(architecture="qwen3", head_dim=64),
+    "mixtral": TinyModel(architecture="mixtral"),
+    "qwen2_moe": TinyModel(architecture="qwen2_moe"),
+    "qwen3_moe": TinyModel(architecture="qwen3_moe"),
 }
 BLOCK_SIZE = 4
 # (cached, new) per sequence: single tokens, runs with and without a cached prefix, lengths around 16, 32 and 48
@@ -93,9 +96,15 @@ def test_logits_and_kv_are_as_close_to_float32_as_those_of_single_operators(
     exact, plain, fused = Side(path, None, torch.float32), Side(path, None), Side(path, ops)
     assert fused.model.compiled_layers == tuple(range(len(fused.cache.layers)))
     expected, single, found = (side.logits(batch, last_rows(batch)) for side in (exact, plain, fused))
-    assert (found - expected).abs().mean() <= 1.5 * (single - expected).abs().mean() + 1e-3
+    assert error(found, expected) <= 1.5 * error(single, expected) + 1e-3
     kv = [snapshot(side.cache).float() for side in (exact, plain, fused)]
-    assert (kv[2] - kv[0]).abs().mean() <= 1.2 * (kv[1] - kv[0]).abs().mean()
+    assert error(kv[2], kv[0]) <= 1.2 * error(kv[1], kv[0])
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Of the median row that has any: a router's near tie may send one through another expert."""
+    of_rows = (found - expected).abs().flatten(0, -2).mean(-1)
+    return of_rows[of_rows > 0].median()
 
 
 def test_a_sequence_has_the_same_logits_alone_and_beside_others_on_any_number_of_threads(

@@ -17,6 +17,7 @@ from common.engine.devices.triton.chunk import (
     scatter_rows_reference,
 )
 from common.engine.devices.triton.decode_attention import SPLIT_LEN, decode_attention, decode_attention_reference
+from common.engine.devices.triton.grouped_product import grouped_product, grouped_product_reference, sort_pairs
 from common.engine.devices.triton.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from common.engine.devices.triton.prefill_attention import prefill_attention, prefill_attention_reference
 from common.engine.devices.triton.rope_write import rope_and_write, rope_and_write_reference
@@ -204,6 +205,23 @@ def check_silu_mul(case: Case, device: str) -> None:
     torch.testing.assert_close(silu_mul(gate, up), silu_mul_reference(gate, up), rtol=bound, atol=1e-6)
 
 
+def check_grouped_product(case: Case, device: str) -> None:
+    """Rows for each pair, or for each row of `num_active` pairs. Some experts are chosen by nobody."""
+    generator = torch.Generator().manual_seed(0)
+    num_experts, num_active, num_in = case["num_experts"], min(case["num_active"], case["num_experts"]), case["num_in"]
+    scores = torch.rand((case["num_rows"], num_experts), generator=generator)
+    scores[:, num_experts // 2 :: 3] -= float(num_active < num_experts // 2)
+    expert_ids = scores.topk(num_active).indices.to(device)
+    num_rows = expert_ids.shape[0] if case["is_by_row"] else expert_ids.numel()
+    x = torch.rand((num_rows, num_in), generator=generator).to(case["dtype"]).to(device)
+    weights = torch.randn((num_experts, case["num_out"], num_in), generator=generator).to(case["dtype"]).to(device)
+    pairs = sort_pairs(expert_ids, num_experts)
+    found = grouped_product(x, weights, pairs, is_by_row=case["is_by_row"])
+    expected = grouped_product_reference(x, weights, expert_ids, is_by_row=case["is_by_row"])
+    bound = 2 * ROUNDING_BOUND[case["dtype"]]
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound * num_in**0.5)
+
+
 def check_row_best(case: Case, device: str) -> None:
     """Exactly, ties to the first."""
     logits = _logits(case, device)
@@ -285,7 +303,17 @@ _SAMPLE_AXES = {
     "is_sliced": (False, True),
     "num_entries": (0, 1, 255, 257),
 }
+_GROUPED_AXES = {
+    "num_rows": (0, 1, 5, 33, 70),
+    "num_active": (1, 2, 4),
+    "num_experts": (1, 3, 8, 40),
+    "num_in": (16, 48, 64, 100, 130),
+    "num_out": (8, 64, 72, 130),
+    "dtype": DTYPES,
+    "is_by_row": (True, False),
+}
 GRIDS = {
+    "grouped_product": Grid(check_grouped_product, pairwise(_GROUPED_AXES)),
     "prefill_attention": Grid(check_prefill, pairwise({"batch": PREFILL_BATCHES, **_ATTENTION_AXES})),
     "decode_attention": Grid(check_decode, pairwise({"batch": DECODE_BATCHES, **_ATTENTION_AXES})),
     "rope_and_write": Grid(check_rope_and_write, pairwise(_ROPE_AXES)),
