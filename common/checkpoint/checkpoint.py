@@ -9,7 +9,7 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from common.checkpoint.spec import ModelSpec
-from common.checkpoint.tensors import StoredTensor
+from common.checkpoint.tensors import Tensor
 
 GenerationDefaults = Mapping[str, float | int]
 
@@ -27,7 +27,7 @@ class Checkpoint:
     path: Path
     format: Literal["huggingface", "gguf"]
     config: ModelSpec
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, Tensor]
     chat_template: str | None
     special_tokens: Mapping[str, str | list[str]]
     bos_token_id: int | None
@@ -37,6 +37,7 @@ class Checkpoint:
     tokenizer_digest: str
     served_name: str
     build_tokenizer: Callable[[], Tokenizer]
+    stored_as: str | None = None  # how the weights' numbers are encoded, where they are dequantized at load
 
     @property
     def bos_token(self) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from common.checkpoint.families import family_of, layers_of
 from common.checkpoint.layers import LayerSpec
 from common.checkpoint.spec import CheckpointError, ModelSpec
-from common.checkpoint.tensors import StoredTensor
+from common.checkpoint.tensors import StoredTensor, Tensor
 
 # Name under `model.layers.N` -> the parts of one expert that follow one another in it, [num_experts, rows, inputs].
 STACKS = {
@@ -24,7 +24,7 @@ STACKS = {
 PACKED_ROUTER = "mlp.gate.weight"  # so called beside stacks, whatever the family calls it
 
 
-def unstack_experts(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def unstack_experts(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`tensors` with each stack replaced by its slices, by the family's names. Raises CheckpointError by name."""
     found, names = dict(tensors), family_of(spec).names
     for idx, layer in enumerate(layers_of(spec)):
@@ -35,6 +35,7 @@ def unstack_experts(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dic
         if any(stem.startswith("mlp.") for stem in stacks) and f"{prefix}.{PACKED_ROUTER}" in found:
             found[f"{prefix}.{names['router']}.weight"] = found.pop(f"{prefix}.{PACKED_ROUTER}")
         for stem, stack in stacks.items():
+            assert isinstance(stack, StoredTensor), stack.name  # codes have other names
             found |= _slices(f"{prefix}.", names, layer, stack, STACKS[stem])
     return found
 

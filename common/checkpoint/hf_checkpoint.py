@@ -17,9 +17,11 @@ from common.checkpoint.expert_tensors import unstack_experts
 from common.checkpoint.hf_config import parse_config
 from common.checkpoint.hf_tokenizer import read_chat_template, read_special_tokens, read_tokenizer
 from common.checkpoint.model_files import read_json
+from common.checkpoint.quantization import read_quantization
+from common.checkpoint.quantized_tensors import assemble
 from common.checkpoint.safetensors_files import have_equal_bytes, stored_tensors, weight_files
 from common.checkpoint.spec import CheckpointError, ModelSpec
-from common.checkpoint.tensors import StoredTensor, check_tensors
+from common.checkpoint.tensors import StoredTensor, Tensor, check_tensors
 
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -35,6 +37,7 @@ def open_huggingface(path: Path) -> Checkpoint:
     special_tokens = read_special_tokens(path, tokenizer_config)
     tokenizer = read_tokenizer(path, tokenizer_config, special_tokens)
     spec, tensors = _model(path, config)
+    quantization = read_quantization(config)
     return Checkpoint(
         path=path,
         format="huggingface",
@@ -49,6 +52,7 @@ def open_huggingface(path: Path) -> Checkpoint:
         tokenizer_digest=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
         served_name=served_name(path),
         build_tokenizer=lambda: tokenizer,
+        stored_as=None if quantization is None else quantization.description,
     )
 
 
@@ -70,13 +74,16 @@ def _refuse_other_directories(path: Path) -> None:
         raise CheckpointError(f"{path} holds no config.json; name {' or '.join(better)} itself")
 
 
-def _model(path: Path, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, StoredTensor]]:
+def _model(path: Path, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The shape and the tensors to read. A head that a configuration calls tied and that differs is read, as
     transformers does."""
-    spec = parse_config(config)
-    tensors = unstack_experts(spec, stored_tensors(path))
+    spec, quantization = parse_config(config), read_quantization(config)
+    stored = stored_tensors(path, has_codes=quantization is not None)
+    tensors = unstack_experts(spec, assemble(quantization, stored) if quantization is not None else stored)
     if spec.tie_embeddings and HEAD in tensors:
-        if EMBEDDING in tensors and have_equal_bytes(tensors[EMBEDDING], tensors[HEAD]):
+        embedding, head = tensors.get(EMBEDDING), tensors[HEAD]
+        both = [one for one in (embedding, head) if isinstance(one, StoredTensor)]
+        if len(both) == 2 and have_equal_bytes(*both):
             del tensors[HEAD]
         else:
             spec = replace(spec, tie_embeddings=False)

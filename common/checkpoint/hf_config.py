@@ -9,6 +9,7 @@ from common.checkpoint.gemma3 import gemma3_of_config
 from common.checkpoint.hf_attention import layer_windows
 from common.checkpoint.hf_experts import read_experts
 from common.checkpoint.hf_rope import read_rope
+from common.checkpoint.quantization import read_quantization
 from common.checkpoint.rope import DynamicScaling, Rope
 from common.checkpoint.spec import CheckpointError, ModelSpec
 
@@ -48,6 +49,7 @@ def parse_config(config: Config) -> ModelSpec:
     architecture = _architecture(config)
     config = {**ABSENT.get(config["architectures"][0], {}), **config}
     _refuse_unsupported(config, architecture)
+    read_quantization(config)
     num_layers = _required(config, "num_hidden_layers")
     num_heads = _required(config, "num_attention_heads")
     hidden_size = _required(config, "hidden_size")
@@ -110,7 +112,6 @@ def _architecture(config: Config) -> str:
 def _refuse_unsupported(config: Config, architecture: str) -> None:
     field, activation = ACTIVATIONS[FAMILIES[architecture].activation]
     found = {
-        "quantization_config": config.get("quantization_config") is not None,
         "final_logit_softcapping": bool(config.get("final_logit_softcapping")),
         "attention_bias": bool(config.get("attention_bias", False)),
         "mlp_bias": bool(config.get("mlp_bias", False)),

@@ -18,6 +18,7 @@ from common.checkpoint.tensors import DERIVED_SUFFIX, StoredTensor, check_files_
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+CODE_BYTES = {"F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 OTHER_WEIGHTS = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.safetensors")
 
 
@@ -26,8 +27,11 @@ def weight_files(path: Path) -> list[Path]:
     return sorted(set(_file_of_tensor(path).values()) or {_single_file(path)})
 
 
-def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """By name. The index alone says which file a tensor is read from; what it does not name is left alone."""
+def stored_tensors(path: Path, *, has_codes: bool = False) -> dict[str, StoredTensor]:
+    """By name. The index alone says which file a tensor is read from; what it does not name is left alone.
+
+    `has_codes`: there may be numbers that mean nothing without scales kept elsewhere.
+    """
     file_of = _file_of_tensor(path)
     headers = {file: read_safetensors_header(file) for file in weight_files(path)}
     if not file_of:
@@ -36,7 +40,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         found = {name: _named(headers, name, file) for name, file in file_of.items()}
     tensors = {name: tensor for name, tensor in found.items() if not name.endswith(DERIVED_SUFFIX)}
     for tensor in tensors.values():
-        _refuse_kind(tensor)
+        _refuse_kind(tensor, ELEMENT_BYTES | (CODE_BYTES if has_codes else {}))
     check_files_are_whole(tensors)
     _refuse_other_copy(path, tensors)
     return tensors
@@ -121,10 +125,15 @@ def _named(headers: Mapping[Path, Mapping[str, StoredTensor]], name: str, file: 
     return headers[file][name]
 
 
-def _refuse_kind(tensor: StoredTensor) -> None:
-    """Raises for numbers that mean nothing without scales kept elsewhere (FP8, integers), and for absurd sizes."""
-    if tensor.kind not in ELEMENT_BYTES:
-        kinds = ", ".join(ELEMENT_BYTES)
+def refuse_codes(tensor: StoredTensor) -> None:
+    """Raises for codes that are no part of a weight whose encoding is known."""
+    _refuse_kind(tensor, ELEMENT_BYTES)
+
+
+def _refuse_kind(tensor: StoredTensor, element_bytes: Mapping[str, int]) -> None:
+    """Raises for kinds of numbers that are not read, and for absurd sizes."""
+    if tensor.kind not in element_bytes:
+        kinds = ", ".join(element_bytes)
         raise CheckpointError(f"{tensor.path}: {tensor.name} is of type {tensor.kind}; only {kinds} are read")
-    if math.prod(tensor.shape) * ELEMENT_BYTES[tensor.kind] != tensor.size_bytes:
+    if math.prod(tensor.shape) * element_bytes[tensor.kind] != tensor.size_bytes:
         raise CheckpointError(f"{tensor.path}: {tensor.name} {tensor.shape} cannot be {tensor.size_bytes} bytes")

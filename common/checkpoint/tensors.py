@@ -3,12 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from common.checkpoint.families import family_of, layers_of
 from common.checkpoint.spec import CheckpointError, ModelSpec
 
 # What exporters store though it can be derived.
 DERIVED_SUFFIX = "rotary_emb.inv_freq"
+
+
+# scaled: one number for each weight, [out, in]; packed: int32 of unsigned codes along the inputs, lowest bits first;
+# awq and gptq: as those two pack them, with the weight transposed.
+Layout = Literal["scaled", "packed", "awq", "gptq"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,29 @@ class StoredTensor:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """A weight [out_features, in_features] that is stored as codes with scales."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    parts: Mapping[str, StoredTensor]  # codes, scale, and zeros and groups where there are such
+    bits: int
+    zero_offset: int = 0  # what is added to each zero point
+    block: tuple[int, int] | None = None  # rows and columns that share a scale, where that is a square
+
+    @property
+    def path(self) -> Path:
+        return self.parts["codes"].path
+
+    @property
+    def name(self) -> str:
+        return self.parts["codes"].name
+
+
+Tensor = StoredTensor | QuantizedTensor
+
+
 def check_files_are_whole(tensors: Mapping[str, StoredTensor]) -> None:
     """Raises CheckpointError when a file ends before the last of its tensors does."""
     sizes = {path: path.stat().st_size for path in {tensor.path for tensor in tensors.values()}}
@@ -38,7 +67,7 @@ def check_files_are_whole(tensors: Mapping[str, StoredTensor]) -> None:
             )
 
 
-def check_tensors(path: Path, spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> None:
+def check_tensors(path: Path, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     """Raises CheckpointError that names a tensor which is missing, of another shape, or not this model's.
 
     `tensors` by Hugging Face name.

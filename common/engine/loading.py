@@ -56,6 +56,9 @@ def load_model(config: WorkerConfig, progress: Progress = no_progress) -> Loaded
     spec = checkpoint.config
     progress(LoadPhase.KERNELS, 0.0)
     device = open_device(config)
+    if checkpoint.stored_as is not None:
+        dtype = str(device.dtype).removeprefix("torch.")
+        get_logger().info("weights_are_dequantized", stored_as=checkpoint.stored_as, dtype=dtype)
     progress(LoadPhase.CACHE, 0.0)
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, device.dtype)
     kv_spec = kv_spec_of(spec, kv_dtype, config.block_size)

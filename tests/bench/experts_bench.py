@@ -23,7 +23,8 @@ from common.engine.executor.runner import ModelRunner
 from common.engine.kv.attention_planes import attention_planes
 from common.engine.kv.cache import KVCache
 from common.engine.model.decoder import build_decoder
-from common.engine.model.weights import Weights
+from common.engine.model.sharding import Cut
+from common.engine.model.weights import Loader, Weights
 from common.values.request import SamplingParams
 from tests.bench.floors import Machine, measure_machine
 from tests.caches import planes_of
@@ -80,8 +81,8 @@ def measure(spec: ModelSpec, threads: tuple[int, ...]) -> list[dict[str, Any]]:
 def _runner(spec: ModelSpec, device: CpuDevice) -> ModelRunner:
     generator = torch.Generator().manual_seed(0)
 
-    def loader(shape: tuple[int, ...]) -> Callable[[], torch.Tensor]:
-        def load() -> torch.Tensor:
+    def loader(shape: tuple[int, ...]) -> Loader:
+        def load(_: Cut | None) -> torch.Tensor:
             if len(shape) == 1:
                 return torch.ones(shape)
             return torch.empty(shape, dtype=device.dtype).normal_(std=shape[-1] ** -0.5, generator=generator)

@@ -13,7 +13,8 @@ import torch
 from common.checkpoint import Checkpoint, CheckpointError, ModelSpec
 from common.checkpoint.families import family_of
 from common.checkpoint.ggml_types import GGML_TYPES
-from common.checkpoint.tensors import StoredTensor
+from common.checkpoint.tensors import QuantizedTensor, StoredTensor
+from common.engine.model.dequantize import dequantize as decode
 from common.engine.model.sharding import Cut
 
 # Reads a tensor, or no more of it than the cut.
@@ -23,6 +24,7 @@ Dequantize = Callable[[str, np.ndarray, tuple[int, ...], torch.dtype], torch.Ten
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCK_SIZES = {ggml.name: ggml.block_size for ggml in GGML_TYPES.values()}
 NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
+CODES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64}
 
 
 class Weights:
@@ -93,12 +95,25 @@ def _loaders(checkpoint: Checkpoint, dtype: torch.dtype, dequantize: Dequantize 
         return {
             name: partial(_read_gguf, files[each.path], each, _num_permuted_heads(name, checkpoint.config), numbers)
             for name, each in checkpoint.tensors.items()
+            if isinstance(each, StoredTensor)
         }
     offset = family_of(checkpoint.config).hf_norm_offset
     return {
-        name: partial(_plus, files[each.path], each, numbers, offset if name.endswith("norm.weight") else 0.0)
+        name: partial(_decode, files, each)
+        if isinstance(each, QuantizedTensor)
+        else partial(_plus, files[each.path], each, numbers, offset if name.endswith("norm.weight") else 0.0)
         for name, each in checkpoint.tensors.items()
     }
+
+
+def _decode(files: Mapping[Path, np.ndarray], tensor: QuantizedTensor, cut: Cut | None) -> torch.Tensor:
+    """float32, the whole weight on its way: the codes of a cut need not stand together."""
+    parts = {
+        name: _plain(part, files[part.path][part.offset : part.offset + part.size_bytes])
+        for name, part in tensor.parts.items()
+    }
+    numbers = decode(tensor, parts)
+    return numbers if cut is None else numbers.narrow(cut.axis, cut.start, cut.size).clone()
 
 
 def _plus(
@@ -115,7 +130,11 @@ def _plus(
 
 
 def _paths(checkpoint: Checkpoint) -> set[Path]:
-    return {tensor.path for tensor in checkpoint.tensors.values()}
+    tensors = checkpoint.tensors.values()
+    stored = [
+        part for each in tensors for part in (each.parts.values() if isinstance(each, QuantizedTensor) else (each,))
+    ]
+    return {tensor.path for tensor in stored}
 
 
 def _num_permuted_heads(name: str, spec: ModelSpec) -> int:
@@ -185,7 +204,7 @@ def _numbers(dequantize: Dequantize | None, dtype: torch.dtype, tensor: StoredTe
 
 def _plain(tensor: StoredTensor, raw: np.ndarray) -> torch.Tensor:
     """The numbers where they lie in the file."""
-    return torch.from_numpy(raw).view(PLAIN[tensor.kind]).view(tensor.shape)
+    return torch.from_numpy(raw).view((PLAIN | CODES)[tensor.kind]).view(tensor.shape)
 
 
 def _unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
