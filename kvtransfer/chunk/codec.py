@@ -11,7 +11,7 @@ anything: both sides know every field from the announcement, and it is compared.
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,9 +31,8 @@ _CANARY = bytes.fromhex("a55ac33c0ff0965a")
 assert HEADER_BYTES + TAG_BYTES == FRAME_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The fields of a chunk's header."""
+class Header(NamedTuple):
+    """The fields of a chunk's header. One is made for every chunk at each end, which a dataclass would be slow at."""
 
     magic: bytes
     version: int
@@ -69,7 +68,7 @@ class Header:
         )
 
     def encode(self) -> bytes:
-        return _FIELDS.pack(*(getattr(self, name) for name in self.__slots__))
+        return _FIELDS.pack(*self)
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> "Header":
@@ -86,10 +85,12 @@ class ChunkCodec:
     def pack(self, transfer_id: TransferId, chunk: Chunk, block_table: tuple[int, ...], buffer: torch.Tensor) -> None:
         """Fill `buffer[:chunk.num_bytes]`. The blocks are not read after the return."""
         self._packer.gather(chunk, block_table, buffer[data_range(chunk)])
-        header = bytearray(Header.of(transfer_id, chunk, self._aead.flag).encode())
-        buffer[:HEADER_BYTES].copy_(torch.frombuffer(header, dtype=torch.uint8))
-        if not buffer.is_cuda:
+        header = Header.of(transfer_id, chunk, self._aead.flag).encode()
+        if buffer.is_cuda:
+            buffer[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        else:
             view = _view(buffer)
+            view[:HEADER_BYTES] = header
             self._aead.encrypt(view[:HEADER_BYTES], view[HEADER_BYTES : chunk.num_bytes])
 
     def prepare(self, chunk: Chunk, buffer: torch.Tensor) -> None:
@@ -128,7 +129,7 @@ def _header_problem(got: Header, expected: Header) -> str | None:
     """What in a received header differs from the announcement, or None."""
     if got == expected:
         return None
-    fields = [name for name in Header.__slots__ if getattr(got, name) != getattr(expected, name)]
+    fields = [name for name in Header._fields if getattr(got, name) != getattr(expected, name)]
     differing = ", ".join(f"{name} {getattr(expected, name)!r}, got {getattr(got, name)!r}" for name in fields)
     return f"chunk {expected.seq}: expected {differing}"
 
