@@ -47,9 +47,13 @@ class SessionSettings:
         is_encrypted = self.digest and self.staging_device.type == "cpu"
         return AeadKind.AES_GCM if is_encrypted else AeadKind.NONE
 
+    def aead_kind_on(self, transport: str) -> AeadKind:
+        """Memory that the kernel gives to these two processes alone needs no encryption."""
+        return AeadKind.NONE if transport == "shm" else self.aead_kind
+
     @property
     def staging_device(self) -> torch.device:
-        """NCCL moves device memory; gloo needs the CPU's."""
+        """NCCL moves device memory; the others need the CPU's."""
         return self.cache.device if self.transport == "nccl" else torch.device("cpu")
 
     def new_staging_pool(self) -> StagingPool:

@@ -12,7 +12,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "int8", "fp8_e4m3"]
 Quantization = Literal["none", "int8", "int4"]
 Attention = Literal["auto", "cpu", "triton"]
-Transport = Literal["gloo", "nccl"]
+Transport = Literal["auto", "gloo", "shm", "nccl"]
 ToolParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "deepseek", "harmony"]
 ReasoningParser = Literal["auto", "none", "think", "harmony"]
 
@@ -83,8 +83,10 @@ class WorkerSettings(BaseModel):
         pattern=r"^(\d+(-\d+)?(,\d+(-\d+)?)*)?$",
         description="processors of the compute threads of this pool's workers, as 0-3,8; empty = any",
     )
-    transport: Transport = "gloo"
-    digest: bool = Field(True, description="encrypt every KV chunk with AES-GCM; none with nccl")
+    transport: Transport = Field(
+        "auto", description="auto = shm where both workers share a host's memory, else gloo; must fit on both"
+    )
+    digest: bool = Field(True, description="encrypt every KV chunk with AES-GCM; none with nccl and shm")
     min_chunk_bytes: int = Field(1 << 20, ge=1, description="layers are sent together until a chunk is this large")
     max_inflight_bytes: int = Field(32 << 20, ge=1, description="announced and not yet received, per pair")
     link_timeout_s: float = Field(30.0, gt=0, description="a pair without progress for this long is rebuilt")

@@ -275,7 +275,7 @@ def nccl(config: ClusterConfig) -> Finding:
         return Finding("nccl", "ok", f"{version}{'; with one GPU, use the gloo transport' if few else ''}")
     if is_wanted:
         return Finding("nccl", "failed", "transport is nccl, and there is none", "set transport: gloo, or use GPUs")
-    return Finding("nccl", "ok", "not there and not needed: the transport is gloo")
+    return Finding("nccl", "ok", "not there and not needed: no transport is nccl")
 
 
 def gloo(config: ClusterConfig) -> Finding:

@@ -1,19 +1,27 @@
-"""Chooses the link by the transport's name. The only place that knows which transports exist."""
+"""Builds the link of a transport, and knows which transports of two ends go together."""
 
 from dataclasses import dataclass
 
 import torch
 
 from common.values.ranks import WHOLE, Rank
-from kvtransfer.links.gloo import build_gloo_link
+from kvtransfer.links.gloo import SENDER_END, build_gloo_link
+from kvtransfer.links.meeting import Meeting, MeetingPoint
 from kvtransfer.links.nccl import build_nccl_link
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.rendezvous import join_rendezvous
+from kvtransfer.links.shm import build_shm_link
+
+# What a setting may become. In each, the first is what is wanted.
+_KINDS = {"auto": ("shm", "gloo"), "shm": ("shm",), "gloo": ("gloo",), "nccl": ("nccl",)}
 
 
 @dataclass(frozen=True, slots=True)
 class LinkPlan:
-    """One end of a link from one rank of a sender to one of a receiver. Both ends name the same store and prefix."""
+    """One end of a link from one rank of a sender to one of a receiver. Both ends name the same store and prefix.
+
+    `transport` is what both ends have agreed on. shm needs no store, but what the two ends have met with.
+    """
 
     transport: str
     store_host: str
@@ -25,6 +33,7 @@ class LinkPlan:
     timeout_s: float
     sender: Rank = WHOLE
     receiver: Rank = WHOLE
+    meeting: Meeting | MeetingPoint | None = None
 
 
 def build_link(plan: LinkPlan) -> ProcessGroupLink:
@@ -35,8 +44,10 @@ def build_link(plan: LinkPlan) -> ProcessGroupLink:
     for side, rank in (("sender", plan.sender), ("receiver", plan.receiver)):
         if rank != WHOLE:
             raise ValueError(f"no link for a {side} of {rank.world_size} ranks")
-    store = join_rendezvous(plan.store_host, plan.store_port, plan.prefix, plan.timeout_s)
     name = f"link-{plan.prefix}"
+    if plan.transport == "shm":
+        return _build_shm(plan, name)
+    store = join_rendezvous(plan.store_host, plan.store_port, plan.prefix, plan.timeout_s)
     if plan.transport == "gloo":
         return build_gloo_link(store, plan.end, plan.host, plan.timeout_s, name)
     if plan.transport == "nccl":
@@ -44,6 +55,17 @@ def build_link(plan: LinkPlan) -> ProcessGroupLink:
     raise ValueError(f"unknown transport {plan.transport!r}")
 
 
+def _build_shm(plan: LinkPlan, name: str) -> ProcessGroupLink:
+    assert plan.meeting is not None, "shm without a meeting"
+    meeting = plan.meeting.accept(plan.timeout_s) if isinstance(plan.meeting, MeetingPoint) else plan.meeting
+    return build_shm_link(meeting, is_sender=plan.end == SENDER_END, timeout_s=plan.timeout_s, name=name)
+
+
+def common_kinds(here: str, there: str) -> tuple[str, ...]:
+    """Which links the two settings both allow, the wanted one first; none when they contradict each other."""
+    return tuple(kind for kind in _KINDS.get(here, ()) if kind in _KINDS.get(there, ()))
+
+
 def accepts_shorter(transport: str) -> bool:
     """Whether a receive may be posted longer than the message: then one that is too long is survived and seen."""
-    return transport == "gloo"
+    return transport != "nccl"

@@ -7,7 +7,8 @@ import torch
 
 from common.values.errors import PeerError
 
-# Called in the link's own thread, once per operation, in the order of the operations. None = success.
+# Called once per operation, in the order of the operations of its direction: in the link's own thread, or within `send`
+# when that was all it took. None = success.
 Done = Callable[[Exception | None], None]
 
 

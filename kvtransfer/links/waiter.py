@@ -28,9 +28,19 @@ class Waiter:
         self._on_failure = on_failure
         self._queue: SimpleQueue[tuple[Pending, torch.Tensor, Done] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._num_added = self._num_reported = 0  # each is written by one side alone
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was added has been reported."""
+        return self._num_added == self._num_reported
 
     def add(self, pending: Pending, buffer: torch.Tensor, done: Done) -> None:
-        """Wait for `pending` after all earlier ones, keep `buffer` alive till then, report to `done`."""
+        """Wait for `pending` after all earlier ones, keep `buffer` alive till then, report to `done`.
+
+        Calls must not overlap.
+        """
+        self._num_added += 1
         self._queue.put((pending, buffer, done))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -47,6 +57,7 @@ class Waiter:
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
             self._wait(*entry)
+            self._num_reported += 1
             del entry
 
     def _wait(self, pending: Pending, _: torch.Tensor, done: Done) -> None:

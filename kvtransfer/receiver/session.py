@@ -31,8 +31,9 @@ from kvtransfer.events import (
     SendAcknowledged,
     SendCancel,
 )
-from kvtransfer.links.build import LinkPlan, accepts_shorter
+from kvtransfer.links.build import LinkPlan, accepts_shorter, common_kinds
 from kvtransfer.links.gloo import RECEIVER_END
+from kvtransfer.links.meeting import MeetingPoint, has_shared_memory
 from kvtransfer.links.protocol import Link
 from kvtransfer.links.rendezvous import RendezvousStore
 from kvtransfer.session import (
@@ -82,10 +83,11 @@ class ReceiverSession:
         self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
         self._key = secrets.token_bytes(KEY_BYTES)
-        self._codec = ChunkCodec(shared.kv_packer, Aead(shared.settings.aead_kind, self._key))
         self._outbox: asyncio.Queue[pb.ConnectResponse] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._outcome: asyncio.Future[str] = self._loop.create_future()
         self._link: Link | None = None
+        self._transport = ""  # of the link, once the sender has chosen
+        self._codec: ChunkCodec | None = None  # with the link
         self._prefix = ""  # of the link's keys in the store, once it is being built
 
     def perform(self, effect: PostReceive | SendAcknowledged | SendCancel | DropPeer) -> None:
@@ -128,7 +130,7 @@ class ReceiverSession:
     async def _connect_and_exchange(self, requests: Requests, context: Context) -> None:
         async with asyncio.timeout(self._settings.link_timeout_s):
             await self._handshake(requests, context)
-        get_logger().info("handoff_peer_ready", peer=str(self._peer))
+        get_logger().info("handoff_peer_ready", peer=str(self._peer), transport=self._transport)
         self._shared.post(PeerReady(self._peer))
         writer = asyncio.create_task(self._write(context))
         try:
@@ -138,7 +140,24 @@ class ReceiverSession:
             writer.cancel()
 
     async def _handshake(self, requests: Requests, context: Context) -> None:
-        hello = pb.ReceiverHello(
+        is_shared = "shm" in common_kinds("auto", self._settings.transport) and has_shared_memory()
+        point = MeetingPoint() if is_shared else None
+        try:
+            await context.write(pb.ConnectResponse(hello=self._hello(point)))
+            opened = (await anext(requests)).open_link
+            await context.write(pb.ConnectResponse(link_accepted=self._accept(opened)))
+            link = await build_link_off_loop(self._link_plan(point))
+        finally:
+            if point is not None:
+                point.close()
+        if self._outcome.done():  # ended in the moment the link stood: no PeerReady after PeerLost
+            link.close()
+            raise SessionEnded(self._outcome.result())
+        aead = Aead(self._settings.aead_kind_on(self._transport), self._key)
+        self._link, self._codec = link, ChunkCodec(self._shared.kv_packer, aead)
+
+    def _hello(self, point: MeetingPoint | None) -> pb.ReceiverHello:
+        return pb.ReceiverHello(
             worker_id=self._settings.ref.worker_id,
             incarnation=self._settings.ref.incarnation,
             store_host=self._shared.store.host,
@@ -148,25 +167,27 @@ class ReceiverSession:
             aead_kind=self._settings.aead_kind,
             rank=self._settings.rank.rank,
             world_size=self._settings.rank.world_size,
+            shm_name=point.name if point is not None else "",
+            shm_token=point.token if point is not None else b"",
         )
-        await context.write(pb.ConnectResponse(hello=hello))
-        epoch = (await anext(requests)).open_link.epoch
-        if not _EPOCH.fullmatch(epoch):
-            raise SessionEnded(f"expected open_link with an epoch of 16 hex digits, got {epoch[:32]!r}")
-        self._prefix = link_prefix(self._peer, self._settings.ref, epoch)
-        self._shared.store.open(self._prefix)
-        # The other end may need the store a little longer than this one, and gives up after the time-out.
-        self._loop.call_later(2 * self._settings.link_timeout_s, self._shared.store.shut)
-        await context.write(pb.ConnectResponse(link_accepted=pb.LinkAccepted(epoch=epoch)))
-        link = await build_link_off_loop(self._link_plan())
-        if self._outcome.done():  # ended in the moment the link stood: no PeerReady after PeerLost
-            link.close()
-            raise SessionEnded(self._outcome.result())
-        self._link = link
 
-    def _link_plan(self) -> LinkPlan:
+    def _accept(self, opened: pb.OpenLink) -> pb.LinkAccepted:
+        """What the sender has chosen, which must be something that this worker's setting allows."""
+        if not _EPOCH.fullmatch(opened.epoch):
+            raise SessionEnded(f"expected open_link with an epoch of 16 hex digits, got {opened.epoch[:32]!r}")
+        if opened.transport not in common_kinds(self._settings.transport, self._settings.transport):
+            raise SessionEnded(f"transport: {self._settings.transport!r} here, {opened.transport[:32]!r} there")
+        self._transport = opened.transport
+        self._prefix = link_prefix(self._peer, self._settings.ref, opened.epoch)
+        if self._transport != "shm":
+            self._shared.store.open(self._prefix)
+            # The other end may need the store a little longer than this one, and gives up after the time-out.
+            self._loop.call_later(2 * self._settings.link_timeout_s, self._shared.store.shut)
+        return pb.LinkAccepted(epoch=opened.epoch)
+
+    def _link_plan(self, point: MeetingPoint | None) -> LinkPlan:
         return LinkPlan(
-            transport=self._settings.transport,
+            transport=self._transport,
             store_host=self._shared.store.host,
             store_port=self._shared.store.port,
             prefix=self._prefix,
@@ -176,6 +197,7 @@ class ReceiverSession:
             timeout_s=self._settings.link_timeout_s,
             sender=self._peer_rank,
             receiver=self._settings.rank,
+            meeting=point,
         )
 
     async def _write(self, context: Context) -> None:
@@ -189,31 +211,34 @@ class ReceiverSession:
             self.end("the peer does not read its control stream")
 
     def _receive(self, effect: PostReceive) -> None:
-        link = self._link
+        link, codec = self._link, self._codec
         assert link is not None, "PostReceive before PeerReady"
-        self._shared.thread.submit(lambda: self._post_receive(link, effect))
+        assert codec is not None
+        self._shared.thread.submit(lambda: self._post_receive(link, codec, effect))
 
-    def _post_receive(self, link: Link, effect: PostReceive) -> None:
+    def _post_receive(self, link: Link, codec: ChunkCodec, effect: PostReceive) -> None:
         """In the worker's receiving thread."""
         chunk = effect.chunk
         buffer = self._shared.pool.acquire(chunk.num_bytes)
-        self._codec.prepare(chunk, buffer)
-        target = buffer if accepts_shorter(self._settings.transport) else buffer[: chunk.num_bytes]
-        link.receive(target, lambda error: self._on_received(effect, buffer, error))
+        codec.prepare(chunk, buffer)
+        target = buffer if accepts_shorter(self._transport) else buffer[: chunk.num_bytes]
+        link.receive(target, lambda error: self._on_received(codec, effect, buffer, error))
 
-    def _on_received(self, effect: PostReceive, buffer: torch.Tensor, error: Exception | None) -> None:
+    def _on_received(
+        self, codec: ChunkCodec, effect: PostReceive, buffer: torch.Tensor, error: Exception | None
+    ) -> None:
         """In the link's thread: check and decrypt what came, before anything can be written."""
         if error is not None:
             self._shared.pool.forget()
             call_in_loop(self._loop, self.end, str(error))
             return
-        problem = self._codec.decrypt(effect.transfer_id, effect.chunk, buffer)
+        problem = codec.decrypt(effect.transfer_id, effect.chunk, buffer)
         event = ChunkReceived(self._peer, effect.transfer_id, effect.chunk.seq, problem)
-        call_in_loop(self._loop, self._deliver, event, buffer)
+        call_in_loop(self._loop, self._deliver, event, codec, buffer)
 
-    def _deliver(self, event: ChunkReceived, buffer: torch.Tensor) -> None:
+    def _deliver(self, event: ChunkReceived, codec: ChunkCodec, buffer: torch.Tensor) -> None:
         if self._outcome.done():
             self._shared.pool.release(buffer)
             return
-        self._shared.staged[(event.peer, event.transfer_id, event.seq)] = (buffer, self._codec)
+        self._shared.staged[(event.peer, event.transfer_id, event.seq)] = (buffer, codec)
         self._shared.post(event)

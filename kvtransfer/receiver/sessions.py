@@ -52,7 +52,7 @@ class ReceiverSessions(handoff_pb2_grpc.HandoffServiceServicer):
             kv_packer(settings.cache),
             post,
             settings.new_staging_pool(),
-            RendezvousStore(settings.host, settings.link_timeout_s, is_bounded=settings.transport == "gloo"),
+            RendezvousStore(settings.host, settings.link_timeout_s, is_bounded=settings.transport != "nccl"),
             WorkThread("kv-receiver"),
         )
         self._peers: dict[WorkerRef, ReceiverSession] = {}

@@ -22,9 +22,10 @@ from kvtransfer.chunk.aead import Aead
 from kvtransfer.chunk.codec import ChunkCodec
 from kvtransfer.chunk.pack import KVPacker
 from kvtransfer.events import ConnectPeer, PeerReady, SendCancel, SendChunk, SenderEvent, SendFinished
-from kvtransfer.links.build import LinkPlan
+from kvtransfer.links.build import LinkPlan, common_kinds
 from kvtransfer.links.gloo import SENDER_END
-from kvtransfer.links.protocol import Link
+from kvtransfer.links.meeting import Meeting, meet
+from kvtransfer.links.protocol import Link, LinkClosed
 from kvtransfer.sender.packer import Packer
 from kvtransfer.session import (
     MAX_QUEUED_MESSAGES,
@@ -39,6 +40,7 @@ from kvtransfer.session import (
 )
 
 Post = Callable[[SenderEvent], None]
+MEETING_TIMEOUT_S = 2.0
 # grpc.aio has no type stubs.
 Call = Any
 _stub_of: Any = handoff_pb2_grpc.HandoffServiceStub
@@ -66,6 +68,7 @@ class SenderSession:
         self._outbox: asyncio.Queue[pb.ConnectRequest] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._outcome: asyncio.Future[str] = self._loop.create_future()
         self._link: Link | None = None
+        self._transport = ""  # of the link
         self._packer: Packer | None = None
         self._task = asyncio.create_task(self._run(), name=f"handoff to {target.peer}")
 
@@ -123,23 +126,38 @@ class SenderSession:
         got = WorkerRef(hello.worker_id, hello.incarnation)
         if got != self._target.peer:
             raise SessionEnded(f"expected {self._target.peer}, {got} answers: stale incarnation")
-        if hello.transport != self._settings.transport:
-            raise SessionEnded(f"transport: {self._settings.transport!r} here, {hello.transport!r} there")
         kind = self._settings.aead_kind
         if hello.aead_kind != kind:
             raise SessionEnded(f"encryption: {str(kind)!r} here, {hello.aead_kind[:32]!r} there (setting `digest`)")
+        self._transport, meeting = await self._choose_transport(hello)
         epoch = secrets.token_hex(8)
-        await call.write(pb.ConnectRequest(open_link=pb.OpenLink(epoch=epoch)))
+        await call.write(pb.ConnectRequest(open_link=pb.OpenLink(epoch=epoch, transport=self._transport)))
         accepted = (await _read(call, "link_accepted")).link_accepted
         if accepted.epoch != epoch:
             raise SessionEnded(f"expected epoch {epoch}, accepted {accepted.epoch}")
-        self._link = await build_link_off_loop(self._link_plan(hello, epoch))
-        return ChunkCodec(self._kv_packer, Aead(kind, hello.aead_key))
+        self._link = await build_link_off_loop(self._link_plan(hello, epoch, meeting))
+        return ChunkCodec(self._kv_packer, Aead(self._settings.aead_kind_on(self._transport), hello.aead_key))
 
-    def _link_plan(self, hello: pb.ReceiverHello, epoch: str) -> LinkPlan:
+    async def _choose_transport(self, hello: pb.ReceiverHello) -> tuple[str, Meeting | None]:
+        """The first that both settings allow and that can be; a worse one than wanted is never taken in silence."""
+        here, there = self._settings.transport, hello.transport
+        kinds = common_kinds(here, there)
+        if not kinds:
+            raise SessionEnded(f"transport: {here!r} here, {there[:32]!r} there")
+        if kinds[0] != "shm":
+            return kinds[0], None
+        try:
+            return "shm", await asyncio.to_thread(meet, hello.shm_name, hello.shm_token, MEETING_TIMEOUT_S)
+        except LinkClosed as error:
+            if len(kinds) == 1:
+                raise SessionEnded(f"transport shm: {error}") from error
+            get_logger().info("handoff_without_shm", peer=str(self._target.peer), transport=kinds[1], reason=str(error))
+            return kinds[1], None
+
+    def _link_plan(self, hello: pb.ReceiverHello, epoch: str, meeting: Meeting | None) -> LinkPlan:
         settings = self._settings
         return LinkPlan(
-            transport=settings.transport,
+            transport=self._transport,
             store_host=hello.store_host,
             store_port=hello.store_port,
             prefix=link_prefix(settings.ref, self._target.peer, epoch),
@@ -149,6 +167,7 @@ class SenderSession:
             timeout_s=settings.link_timeout_s,
             sender=settings.rank,
             receiver=Rank(hello.rank, hello.world_size),
+            meeting=meeting,
         )
 
     def _start(self, codec: ChunkCodec) -> None:
@@ -158,7 +177,7 @@ class SenderSession:
             call_in_loop(self._loop, self.end, reason)
 
         self._packer = Packer(codec, self._pool, self._link, self._post, on_failure)
-        get_logger().info("handoff_peer_ready", peer=str(self._target.peer))
+        get_logger().info("handoff_peer_ready", peer=str(self._target.peer), transport=self._transport)
         self._post_here(PeerReady(self._target.peer))
 
     async def _exchange(self, call: Call) -> None:

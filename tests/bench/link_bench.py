@@ -1,8 +1,10 @@
-"""The handoff's link beside raw gloo: two processes, one at each end, the same bytes by turns.
+"""The handoff's links beside raw gloo: two processes, one at each end, the same bytes by turns.
 
 A round is NUM_LAYERS messages in flight at once, timed at the receiver from its first posted receive until all are
 there. "raw" waits for gloo's own operations on the same group; the others go through our threads and the handoff's
-codec, which encrypts and decrypts every message in that way; no rows are gathered. As a module this is the sending end.
+codec, which encrypts and decrypts every message in that way; no rows are gathered.
+
+    python -m tests.bench.link_bench
 """
 
 import itertools
@@ -21,16 +23,16 @@ from common.values.ids import AttemptId, RequestId, TransferId
 from kvtransfer.chunk.aead import KEY_BYTES, Aead, AeadKind
 from kvtransfer.chunk.codec import ChunkCodec
 from kvtransfer.events import Chunk
-from kvtransfer.links.build import build_link
 from kvtransfer.links.gloo import RECEIVER_END, SENDER_END
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.rendezvous import RendezvousStore
-from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, new_prefix, plan
+from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, build_end, new_prefix
 
 _KEY = bytes(range(KEY_BYTES))
 NUM_LAYERS, LAYER_BYTES = 30, 393_216  # 512 tokens of the demo model in bfloat16
 RAW = "raw"
-KINDS = tuple(map(str, AeadKind))
+LINKS = ("gloo", "shm")
+KINDS = tuple(f"{transport} {kind}" for transport in LINKS for kind in AeadKind)
 NUM_ROUNDS, WARM_UP = 60, 5
 _TRANSFER = TransferId(AttemptId(RequestId("bench"), 0), 0)
 _ROOM = 64  # behind a message, for what tells a longer one
@@ -38,21 +40,26 @@ _CHUNKS = [Chunk(seq, seq, seq + 1, 0, 512, LAYER_BYTES) for seq in range(NUM_LA
 
 
 def run() -> list[dict[str, Any]]:
-    """A row for each kind of encryption, beside raw gloo."""
+    """A row for each link and kind of encryption, beside raw gloo."""
     store = RendezvousStore(HOST, TIMEOUT_S)
     prefix = new_prefix()
     child = _start_sender(store.port, prefix)
-    link = build_link(plan(store.port, prefix, RECEIVER_END))
+    links = _build_ends(store.port, prefix, RECEIVER_END)
     try:
-        rates = _measure(link, child)
+        rates = _measure(links, child)
     finally:
         child.kill()
         child.wait()
-        link.close()
-        link.join(TIMEOUT_S)
+        for link in links.values():
+            link.close()
+            link.join(TIMEOUT_S)
         store.close()
-    name = f"link, {NUM_LAYERS} x {LAYER_BYTES} bytes in flight, encryption"
+    name = f"link, {NUM_LAYERS} x {LAYER_BYTES} bytes in flight,"
     return [_row(f"{name} {kind}", rates[kind], rates[RAW]) for kind in KINDS]
+
+
+def _build_ends(port: int, prefix: str, end: int) -> dict[str, ProcessGroupLink]:
+    return {transport: build_end(transport, port, f"{prefix}/{transport}", end) for transport in LINKS}
 
 
 def _row(metric: str, ours: float, raw: float) -> dict[str, Any]:
@@ -72,7 +79,7 @@ def _start_sender(port: int, prefix: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment)
 
 
-def _measure(link: ProcessGroupLink, child: subprocess.Popen[str]) -> dict[str, float]:
+def _measure(links: dict[str, ProcessGroupLink], child: subprocess.Popen[str]) -> dict[str, float]:
     """GB/s of each kind, the median of its rounds."""
     buffers = _buffers()
     times: dict[str, list[float]] = {kind: [] for kind in (RAW, *KINDS)}
@@ -81,17 +88,17 @@ def _measure(link: ProcessGroupLink, child: subprocess.Popen[str]) -> dict[str, 
         child.stdin.write(f"{kind}\n")
         child.stdin.flush()
         started_s = time.perf_counter()
-        _receive_all(link, kind, buffers)
+        _receive_all(links, kind, buffers)
         if number >= WARM_UP:
             times[kind].append(time.perf_counter() - started_s)
     return {kind: NUM_LAYERS * LAYER_BYTES / statistics.median(each) / 1e9 for kind, each in times.items()}
 
 
-def _receive_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor]) -> None:
+def _receive_all(links: dict[str, ProcessGroupLink], kind: str, buffers: list[torch.Tensor]) -> None:
     if kind == RAW:
-        _wait_for_all([link._group.recv([buffer[:LAYER_BYTES]], SENDER_END, 0) for buffer in buffers])
+        _wait_for_all([links["gloo"]._group.recv([buffer[:LAYER_BYTES]], SENDER_END, 0) for buffer in buffers])
         return
-    codec = _codec(kind)
+    link, codec = _way(links, kind)
     arrivals = _Countdown()
     for chunk, buffer in zip(_CHUNKS, buffers, strict=True):
         codec.prepare(chunk, buffer)
@@ -106,8 +113,9 @@ def _open(
     arrivals.count(error or codec.decrypt(_TRANSFER, chunk, buffer))
 
 
-def _codec(kind: str) -> ChunkCodec:
-    return ChunkCodec(_NoRows(), Aead(AeadKind(kind), _KEY))
+def _way(links: dict[str, ProcessGroupLink], kind: str) -> tuple[ProcessGroupLink, ChunkCodec]:
+    transport, aead = kind.split()
+    return links[transport], ChunkCodec(_NoRows(), Aead(AeadKind(aead), _KEY))
 
 
 class _NoRows:
@@ -146,11 +154,11 @@ def _buffers() -> list[torch.Tensor]:
     return [torch.ones(LAYER_BYTES + _ROOM, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
 
 
-def _send_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor]) -> None:
+def _send_all(links: dict[str, ProcessGroupLink], kind: str, buffers: list[torch.Tensor]) -> None:
     if kind == RAW:
-        _wait_for_all([link._group.send([buffer[:LAYER_BYTES]], RECEIVER_END, 0) for buffer in buffers])
+        _wait_for_all([links["gloo"]._group.send([buffer[:LAYER_BYTES]], RECEIVER_END, 0) for buffer in buffers])
         return
-    codec = _codec(kind)
+    link, codec = _way(links, kind)
     sent = _Countdown()
     for chunk, buffer in zip(_CHUNKS, buffers, strict=True):
         codec.pack(_TRANSFER, chunk, (), buffer)
@@ -160,11 +168,16 @@ def _send_all(link: ProcessGroupLink, kind: str, buffers: list[torch.Tensor]) ->
 
 def _serve(port: int, prefix: str) -> None:
     """Send a round of the kind that each line names, until stdin ends."""
-    link = build_link(plan(port, prefix, SENDER_END))
+    links = _build_ends(port, prefix, SENDER_END)
     buffers = _buffers()
     for line in sys.stdin:
-        _send_all(link, line.strip(), buffers)
+        _send_all(links, line.strip(), buffers)
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2])
+    if len(sys.argv) > 1:
+        _serve(int(sys.argv[1]), sys.argv[2])  # the sending end
+    else:
+        for each in run():
+            ratio = each["ours"] / each["peers"]["raw gloo"]
+            print(f"{each['metric']}: {each['ours']:.2f} GB/s, {ratio:.2f} of raw gloo")

@@ -26,11 +26,19 @@ from tests.cluster.cluster import Cluster, descendants, running_cluster
 
 Worker = dict[str, Any]
 
-# Shorter than the defaults, so that a table of faults takes minutes; not so short that a busy machine looks dead.
+# Shorter than the defaults, so that a table of faults takes minutes; not so short that a busy machine looks dead. Links
+# are of sockets, which can be dropped, slowed and reset; memory has no such faults.
+_WORKER: dict[str, Any] = {
+    "dtype": "float32",
+    "transport": "gloo",
+    "link_timeout_s": 4.0,
+    "max_step_s": 3.0,
+    "max_num_batched_tokens": 64,
+}
 CONFIG: dict[str, Any] = {
     "router": {"worker_silence_s": 3.0, "local_prefill_max_tokens": 0, "max_num_queued": 64, "keep_requests": 20_000},
-    "prefill_worker": {"dtype": "float32", "link_timeout_s": 4.0, "max_step_s": 3.0, "max_num_batched_tokens": 64},
-    "decode_worker": {"dtype": "float32", "link_timeout_s": 4.0, "max_step_s": 3.0, "max_num_batched_tokens": 64},
+    "prefill_worker": _WORKER,
+    "decode_worker": _WORKER,
 }
 POLL_S = 0.005
 

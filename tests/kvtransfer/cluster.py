@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import torch
@@ -243,25 +244,24 @@ async def pair(
     digest: bool = True,
     prefill_digest: bool | None = None,
     caches: tuple[KVCache, KVCache] | None = None,
+    transports: tuple[str, str] = ("gloo", "gloo"),
 ) -> AsyncIterator[Pair]:
-    """Both workers; at the end everything is closed and nothing may be left staged."""
+    """Both workers; at the end everything is closed and nothing may be left staged. `transports`: prefill, decode."""
     changed = Changed()
     source, target = caches or (new_cache(prefill_block_size), new_cache(decode_block_size))
     planner = ChunkPlanner(source.spec, min_chunk_bytes)
 
-    def settings(ref: WorkerRef, kv: KVCache, fingerprint: Fingerprint, digest: bool) -> SessionSettings:
-        return SessionSettings(
-            ref, fingerprint, kv, digest=digest, max_inflight_bytes=max_inflight_bytes, link_timeout_s=link_timeout_s
-        )
+    def settings(
+        ref: WorkerRef, kv: KVCache, fingerprint: Fingerprint, digest: bool, transport: str
+    ) -> SessionSettings:
+        limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "link_timeout_s": link_timeout_s}
+        return SessionSettings(ref, fingerprint, kv, digest=digest, transport=transport, **limits)
 
     server = grpc.aio.server(options=server_options())
     port = server.add_insecure_port("127.0.0.1:0")
-    decode = Decode(settings(DECODE, target, FINGERPRINT, digest), planner, changed)
-    prefill = Prefill(
-        settings(PREFILL, source, prefill_pairing, digest if prefill_digest is None else prefill_digest),
-        planner,
-        changed,
-    )
+    decode = Decode(settings(DECODE, target, FINGERPRINT, digest, transports[1]), planner, changed)
+    its_digest = digest if prefill_digest is None else prefill_digest
+    prefill = Prefill(settings(PREFILL, source, prefill_pairing, its_digest, transports[0]), planner, changed)
     decode.sessions.add_to(server)
     await server.start()
     try:

@@ -20,12 +20,13 @@ REF = WorkerRef("decode-1", "cc")
 class DecodeChild:
     """Expects one request of 100 tokens. Only this process, which it started, is ever killed."""
 
-    def __init__(self, request: str) -> None:
+    def __init__(self, request: str, transport: str = "gloo") -> None:
         self._request = request
+        self._transport = transport
         self.ref = REF
 
     async def __aenter__(self) -> "DecodeChild":
-        self.process = _spawn(self._request)
+        self.process = _spawn(self._request, self._transport)
         assert self.process.stdout is not None
         self.address = (await asyncio.to_thread(self.process.stdout.readline)).strip()
         assert self.address.startswith("127.0.0.1:")
@@ -38,18 +39,19 @@ class DecodeChild:
         self.process.stdout.close()
 
 
-def _spawn(request: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.kvtransfer.decode_child", request]
+def _spawn(request: str, transport: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.kvtransfer.decode_child", request, transport]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-async def _serve(request: str) -> None:
+async def _serve(request: str, transport: str) -> None:
     kv = new_cache(32)
     planner = ChunkPlanner(kv.spec, 2048)
     server = grpc.aio.server(options=server_options())
     port = server.add_insecure_port("127.0.0.1:0")
-    decode = Decode(SessionSettings(REF, FINGERPRINT, kv, max_inflight_bytes=3000), planner, Changed())
+    settings = SessionSettings(REF, FINGERPRINT, kv, max_inflight_bytes=3000, transport=transport)
+    decode = Decode(settings, planner, Changed())
     decode.sessions.add_to(server)
     await server.start()
     decode.expect(new_transfer_id(request), (4, 0, 6, 3), 100)
@@ -58,4 +60,4 @@ async def _serve(request: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1]))
+    asyncio.run(_serve(sys.argv[1], sys.argv[2]))

@@ -4,6 +4,7 @@ import asyncio
 import random
 import signal
 import socket
+from typing import Any
 
 import grpc
 import pytest
@@ -328,10 +329,14 @@ async def test_staging_buffers_are_all_given_back() -> None:
         await cluster.wait_for(lambda: not any(pool.num_out for pool in pools))
 
 
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-async def test_a_dead_or_frozen_decode_worker_ends_its_transfers_and_holds_up_no_other(number: signal.Signals) -> None:
+async def test_a_dead_or_frozen_decode_worker_ends_its_transfers_and_holds_up_no_other(
+    number: signal.Signals, transport: str
+) -> None:
     """It dies with chunks under way to it, while another decode worker is served by the same prefill worker."""
-    async with pair(link_timeout_s=5.0, max_inflight_bytes=3000) as cluster, DecodeChild("doomed") as child:
+    settings: dict[str, Any] = {"link_timeout_s": 5.0, "max_inflight_bytes": 3000, "transports": (transport, transport)}
+    async with pair(**settings) as cluster, DecodeChild("doomed", transport) as child:
         doomed = new_transfer_id("doomed")
         cluster.prefill.start(doomed, child.address, SOURCE_TABLE, NUM_TOKENS, peer=child.ref)
         rows = request_rows(1, NUM_TOKENS)
@@ -351,7 +356,7 @@ async def test_the_rendezvous_port_is_open_while_a_link_is_made_and_keeps_no_str
     async with pair() as cluster:
         store = cluster.decode.sessions._shared.store
         assert takes_nobody(store.port)
-        store.open()
+        store.open("test")
         with socket.create_connection(("127.0.0.1", store.port), timeout=60) as stranger:
             assert await asyncio.to_thread(stranger.recv, 1) == b""
         store.shut()

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdserve/handoff/v1/handoff.proto\x12\x12pdserve.handoff.v1\"\xa4\x02\n\x0e\x43onnectRequest\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.pdserve.handoff.v1.SenderHelloH\x00\x12\x31\n\topen_link\x18\x02 \x01(\x0b\x32\x1c.pdserve.handoff.v1.OpenLinkH\x00\x12\x33\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\".pdserve.handoff.v1.ChunkAnnouncedH\x00\x12\x37\n\x08\x66inished\x18\x04 \x01(\x0b\x32#.pdserve.handoff.v1.PrefillFinishedH\x00\x12\x34\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\".pdserve.handoff.v1.CancelTransferH\x00\x42\t\n\x07message\"\xfb\x01\n\x0f\x43onnectResponse\x12\x32\n\x05hello\x18\x01 \x01(\x0b\x32!.pdserve.handoff.v1.ReceiverHelloH\x00\x12\x39\n\rlink_accepted\x18\x02 \x01(\x0b\x32 .pdserve.handoff.v1.LinkAcceptedH\x00\x12\x38\n\x0c\x61\x63knowledged\x18\x03 \x01(\x0b\x32 .pdserve.handoff.v1.AcknowledgedH\x00\x12\x34\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\".pdserve.handoff.v1.CancelTransferH\x00\x42\t\n\x07message\"\xd2\x01\n\x0bSenderHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x45\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32\x30.pdserve.handoff.v1.SenderHello.FingerprintEntry\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb9\x01\n\rReceiverHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x10\n\x08\x61\x65\x61\x64_key\x18\x06 \x01(\x0c\x12\x11\n\taead_kind\x18\x07 \x01(\t\x12\x0c\n\x04rank\x18\x08 \x01(\r\x12\x12\n\nworld_size\x18\t \x01(\r\"\x19\n\x08OpenLink\x12\r\n\x05\x65poch\x18\x01 \x01(\t\"\x1d\n\x0cLinkAccepted\x12\r\n\x05\x65poch\x18\x01 \x01(\t\"F\n\nTransferId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0bprefill_try\x18\x03 \x01(\r\"\xf0\x01\n\x0e\x43hunkAnnounced\x12\x33\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x1e.pdserve.handoff.v1.TransferId\x12\x0b\n\x03seq\x18\x02 \x01(\r\x12\x13\n\x0blayer_start\x18\x03 \x01(\r\x12\x11\n\tlayer_end\x18\x04 \x01(\r\x12\x13\n\x0btoken_start\x18\x05 \x01(\r\x12\x11\n\ttoken_end\x18\x06 \x01(\r\x12\x11\n\tnum_bytes\x18\x07 \x01(\x04\x12\x11\n\tgroup_idx\x18\x08 \x01(\r\x12\x13\n\x0bshard_start\x18\t \x01(\r\x12\x11\n\tshard_end\x18\n \x01(\r\"\x90\x01\n\x0fPrefillFinished\x12\x33\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x1e.pdserve.handoff.v1.TransferId\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x34\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x1e.pdserve.handoff.v1.FirstToken\"\x81\x01\n\nFirstToken\x12\x12\n\nchoice_idx\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12+\n\x03top\x18\x04 \x03(\x0b\x32\x1e.pdserve.handoff.v1.TopLogprobB\n\n\x08_logprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"C\n\x0c\x41\x63knowledged\x12\x33\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x1e.pdserve.handoff.v1.TransferId\"U\n\x0e\x43\x61ncelTransfer\x12\x33\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x1e.pdserve.handoff.v1.TransferId\x12\x0e\n\x06reason\x18\x02 \x01(\t2h\n\x0eHandoffService\x12V\n\x07\x43onnect\x12\".pdserve.handoff.v1.ConnectRequest\x1a#.pdserve.handoff.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdserve/handoff/v1/handoff.proto\x12\x12pdserve.handoff.v1\"\xa4\x02\n\x0e\x43onnectRequest\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.pdserve.handoff.v1.SenderHelloH\x00\x12\x31\n\topen_link\x18\x02 \x01(\x0b\x32\x1c.pdserve.handoff.v1.OpenLinkH\x00\x12\x33\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\".pdserve.handoff.v1.ChunkAnnouncedH\x00\x12\x37\n\x08\x66inished\x18\x04 \x01(\x0b\x32#.pdserve.handoff.v1.PrefillFinishedH\x00\x12\x34\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\".pdserve.handoff.v1.CancelTransferH\x00\x42\t\n\x07message\"\xfb\x01\n\x0f\x43onnectResponse\x12\x32\n\x05hello\x18\x01 \x01(\x0b\x32!.pdserve.handoff.v1.ReceiverHelloH\x00\x12\x39\n\rlink_accepted\x18\x02 \x01(\x0b\x32 .pdserve.handoff.v1.LinkAcceptedH\x00\x12\x38\n\x0c\x61\x63knowledged\x18\x03 \x01(\x0b\x32 .pdserve.handoff.v1.AcknowledgedH\x00\x12\x34\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\".pdserve.handoff.v1.CancelTransferH\x00\x42\t\n\x07message\"\xd2\x01\n\x0bSenderHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x45\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32\x30.pdserve.handoff.v1.SenderHello.FingerprintEntry\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xde\x01\n\rReceiverHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x10\n\x08\x61\x65\x61\x64_key\x18\x06 \x01(\x0c\x12\x11\n\taead_kind\x18\x07 \x01(\t\x12\x0c\n\x04rank\x18\x08 \x01(\r\x12\x12\n\nworld_size\x18\t \x01(\r\x12\x10\n\x08shm_name\x18\n \x01(\t\x12\x11\n\tshm_token\x18\x0b \x01(\x0c\",\n\x08OpenLink\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\"\x1d\n\x0cLinkAccepted\x12\r\n\x05\x65poch\x18\x01 \x01(\t\"F\n\nTransferId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0bprefill_try\x18\x03 \x01(\r\"\xf0\x01\n\x0e\x43hunkAnnounced\x12\x33\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x1e.pdserve.handoff.v1.TransferId\x12\x0b\n\x03seq\x18\x02 \x01(\r\x12\x13\n\x0blayer_start\x18\x03 \x01(\r\x12\x11\n\tlayer_end\x18\x04 \x01(\r\x12\x13\n\x0btoken_start\x18\x05 \x01(\r\x12\x11\n\ttoken_end\x18\x06 \x01(\r\x12\x11\n\tnum_bytes\x18\x07 \x01(\x04\x12\x11\n\tgroup_idx\x18\x08 \x01(\r\x12\x13\n\x0bshard_start\x18\t \x01(\r\x12\x11\n\tshard_end\x18\n \x01(\r\"\x90\x01\n\x0fPrefillFinished\x12\x33\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x1e.pdserve.handoff.v1.TransferId\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x34\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x1e.pdserve.handoff.v1.FirstToken\"\x81\x01\n\nFirstToken\x12\x12\n\nchoice_idx\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12+\n\x03top\x18\x04 \x03(\x0b\x32\x1e.pdserve.handoff.v1.TopLogprobB\n\n\x08_logprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"C\n\x0c\x41\x63knowledged\x12\x33\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x1e.pdserve.handoff.v1.TransferId\"U\n\x0e\x43\x61ncelTransfer\x12\x33\n\x0btransfer_id\x18\x01 \x01(\x0b\x32\x1e.pdserve.handoff.v1.TransferId\x12\x0e\n\x06reason\x18\x02 \x01(\t2h\n\x0eHandoffService\x12V\n\x07\x43onnect\x12\".pdserve.handoff.v1.ConnectRequest\x1a#.pdserve.handoff.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,25 +42,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SENDERHELLO_FINGERPRINTENTRY']._serialized_start=766
   _globals['_SENDERHELLO_FINGERPRINTENTRY']._serialized_end=816
   _globals['_RECEIVERHELLO']._serialized_start=819
-  _globals['_RECEIVERHELLO']._serialized_end=1004
-  _globals['_OPENLINK']._serialized_start=1006
-  _globals['_OPENLINK']._serialized_end=1031
-  _globals['_LINKACCEPTED']._serialized_start=1033
-  _globals['_LINKACCEPTED']._serialized_end=1062
-  _globals['_TRANSFERID']._serialized_start=1064
-  _globals['_TRANSFERID']._serialized_end=1134
-  _globals['_CHUNKANNOUNCED']._serialized_start=1137
-  _globals['_CHUNKANNOUNCED']._serialized_end=1377
-  _globals['_PREFILLFINISHED']._serialized_start=1380
-  _globals['_PREFILLFINISHED']._serialized_end=1524
-  _globals['_FIRSTTOKEN']._serialized_start=1527
-  _globals['_FIRSTTOKEN']._serialized_end=1656
-  _globals['_TOPLOGPROB']._serialized_start=1658
-  _globals['_TOPLOGPROB']._serialized_end=1705
-  _globals['_ACKNOWLEDGED']._serialized_start=1707
-  _globals['_ACKNOWLEDGED']._serialized_end=1774
-  _globals['_CANCELTRANSFER']._serialized_start=1776
-  _globals['_CANCELTRANSFER']._serialized_end=1861
-  _globals['_HANDOFFSERVICE']._serialized_start=1863
-  _globals['_HANDOFFSERVICE']._serialized_end=1967
+  _globals['_RECEIVERHELLO']._serialized_end=1041
+  _globals['_OPENLINK']._serialized_start=1043
+  _globals['_OPENLINK']._serialized_end=1087
+  _globals['_LINKACCEPTED']._serialized_start=1089
+  _globals['_LINKACCEPTED']._serialized_end=1118
+  _globals['_TRANSFERID']._serialized_start=1120
+  _globals['_TRANSFERID']._serialized_end=1190
+  _globals['_CHUNKANNOUNCED']._serialized_start=1193
+  _globals['_CHUNKANNOUNCED']._serialized_end=1433
+  _globals['_PREFILLFINISHED']._serialized_start=1436
+  _globals['_PREFILLFINISHED']._serialized_end=1580
+  _globals['_FIRSTTOKEN']._serialized_start=1583
+  _globals['_FIRSTTOKEN']._serialized_end=1712
+  _globals['_TOPLOGPROB']._serialized_start=1714
+  _globals['_TOPLOGPROB']._serialized_end=1761
+  _globals['_ACKNOWLEDGED']._serialized_start=1763
+  _globals['_ACKNOWLEDGED']._serialized_end=1830
+  _globals['_CANCELTRANSFER']._serialized_start=1832
+  _globals['_CANCELTRANSFER']._serialized_end=1917
+  _globals['_HANDOFFSERVICE']._serialized_start=1919
+  _globals['_HANDOFFSERVICE']._serialized_end=2023
 # @@protoc_insertion_point(module_scope)

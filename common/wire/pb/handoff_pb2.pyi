@@ -156,6 +156,8 @@ class ReceiverHello(_message.Message):
     AEAD_KIND_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    SHM_NAME_FIELD_NUMBER: _builtins.int
+    SHM_TOKEN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     store_host: _builtins.str
@@ -167,6 +169,9 @@ class ReceiverHello(_message.Message):
     aead_kind: _builtins.str
     rank: _builtins.int
     world_size: _builtins.int
+    shm_name: _builtins.str
+    """Where a sender on this host comes for memory to share, and what it shows there; empty = nowhere."""
+    shm_token: _builtins.bytes
     def __init__(
         self,
         *,
@@ -179,10 +184,12 @@ class ReceiverHello(_message.Message):
         aead_kind: _builtins.str = ...,
         rank: _builtins.int = ...,
         world_size: _builtins.int = ...,
+        shm_name: _builtins.str = ...,
+        shm_token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aead_key", b"aead_key", "aead_kind", b"aead_kind", "incarnation", b"incarnation", "rank", b"rank", "store_host", b"store_host", "store_port", b"store_port", "transport", b"transport", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aead_key", b"aead_key", "aead_kind", b"aead_kind", "incarnation", b"incarnation", "rank", b"rank", "shm_name", b"shm_name", "shm_token", b"shm_token", "store_host", b"store_host", "store_port", b"store_port", "transport", b"transport", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -193,15 +200,19 @@ class OpenLink(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.str
+    transport: _builtins.str
+    """What the sender has chosen of what both settings allow."""
     def __init__(
         self,
         *,
         epoch: _builtins.str = ...,
+        transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Two ends of a gloo link for tests: both in this process, or one in a process of its own that can be killed."""
+"""Two ends of a link for tests: both in this process, or one in a process of its own that can be killed."""
 
 import os
 import secrets
@@ -6,14 +6,16 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kvtransfer.links.build import LinkPlan, build_link
+from kvtransfer.links.gloo import RECEIVER_END
+from kvtransfer.links.meeting import MeetingPoint, meet
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.protocol import Link
-from kvtransfer.links.rendezvous import RendezvousStore
+from kvtransfer.links.rendezvous import RendezvousStore, join_rendezvous
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
@@ -23,10 +25,32 @@ def plan(port: int, prefix: str, rank: int, timeout_s: float = TIMEOUT_S) -> Lin
     return LinkPlan("gloo", HOST, port, prefix, rank, HOST, torch.device("cpu"), timeout_s)
 
 
-def build_both(store: RendezvousStore, prefix: str) -> tuple[ProcessGroupLink, ProcessGroupLink]:
+def build_end(
+    transport: str, store: RendezvousStore | int, prefix: str, rank: int, timeout_s: float = TIMEOUT_S
+) -> ProcessGroupLink:
+    """One end. Where the ends must meet, the store tells the sender where: a control stream does it in the handoff."""
+    port = store if isinstance(store, int) else store.port
+    wanted = replace(plan(port, prefix, rank, timeout_s), transport=transport)
+    if transport != "shm":
+        return build_link(wanted)
+    notes = join_rendezvous(HOST, port, prefix, timeout_s)
+    if rank == RECEIVER_END:
+        point = MeetingPoint()
+        notes.set("point", f"{point.name} {point.token.hex()}")
+        try:
+            return build_link(replace(wanted, meeting=point))
+        finally:
+            point.close()
+    name, token = notes.get("point").decode().split()
+    return build_link(replace(wanted, meeting=meet(name, bytes.fromhex(token), timeout_s)))
+
+
+def build_both(
+    store: RendezvousStore, prefix: str, transport: str = "gloo"
+) -> tuple[ProcessGroupLink, ProcessGroupLink]:
     """(receiver's end, sender's end)."""
     with ThreadPoolExecutor(2) as executor:
-        ends = [executor.submit(build_link, plan(store.port, prefix, rank)) for rank in (0, 1)]
+        ends = [executor.submit(build_end, transport, store, prefix, rank) for rank in (0, 1)]
         return ends[0].result(), ends[1].result()
 
 
@@ -60,6 +84,7 @@ class RemoteEnd:
     port: int
     prefix: str
     rank: int
+    transport: str = "gloo"
     process: subprocess.Popen[str] = field(init=False)
 
     def __enter__(self) -> "RemoteEnd":
@@ -70,6 +95,7 @@ class RemoteEnd:
             str(self.port),
             self.prefix,
             str(self.rank),
+            self.transport,
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -100,10 +126,10 @@ class RemoteEnd:
         self.process.stdin.flush()
 
 
-def _serve(port: int, prefix: str, rank: int) -> None:
+def _serve(port: int, prefix: str, rank: int, transport: str) -> None:
     """Commands: "send N VALUE" and "receive N", until stdin ends."""
     print("started", flush=True)
-    link = build_link(plan(port, prefix, rank))
+    link = build_end(transport, port, prefix, rank)
     print("ready", flush=True)
     for line in sys.stdin:
         verb, *numbers = line.split()
@@ -142,5 +168,5 @@ def _inode(fd: str) -> str | None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    _serve(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])
     assert threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""The gloo link against the real thing: order, failure, death of the peer, and what is left behind."""
+"""The links of CPU memory against the real thing: order, failure, death of the peer, and what is left behind."""
 
 import gc
 import signal
@@ -20,6 +20,7 @@ from tests.kvtransfer.links.link_tools import (
     TIMEOUT_S,
     RemoteEnd,
     build_both,
+    build_end,
     listening_addresses,
     new_prefix,
     plan,
@@ -27,6 +28,7 @@ from tests.kvtransfer.links.link_tools import (
     send,
 )
 
+TRANSPORTS = ("gloo", "shm")
 LOOPBACK_HEX = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
@@ -37,12 +39,17 @@ def store() -> Iterator[RendezvousStore]:
     store.close()
 
 
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def filled(num_bytes: int, value: int) -> torch.Tensor:
     return torch.full((num_bytes,), value, dtype=torch.uint8)
 
 
-def test_messages_in_flight_arrive_whole_and_in_order(store: RendezvousStore) -> None:
-    receiver, sender = build_both(store, new_prefix())
+def test_messages_in_flight_arrive_whole_and_in_order(store: RendezvousStore, transport: str) -> None:
+    receiver, sender = build_both(store, new_prefix(), transport)
     sizes = [1, 64, 4096, 393_280, 17, 1 << 20, 100_000, 3]
     buffers = [filled(size, 0) for size in sizes]
     received = [receive(receiver, buffer) for buffer in buffers]
@@ -68,9 +75,9 @@ def test_store_and_link_listen_on_the_given_address_only(store: RendezvousStore)
     assert before <= LOOPBACK_HEX
 
 
-def test_a_dropped_handle_does_not_lose_the_message(store: RendezvousStore) -> None:
+def test_a_dropped_handle_does_not_lose_the_message(store: RendezvousStore, transport: str) -> None:
     """The caller keeps nothing of an operation: the link owns it until it is done."""
-    receiver, sender = build_both(store, new_prefix())
+    receiver, sender = build_both(store, new_prefix(), transport)
     arrived: list[int] = []
 
     def start_and_forget(value: int) -> None:
@@ -91,8 +98,10 @@ def test_a_dropped_handle_does_not_lose_the_message(store: RendezvousStore) -> N
     sender.close()
 
 
-def test_a_message_longer_than_announced_is_survived_when_the_buffer_has_room(store: RendezvousStore) -> None:
-    receiver, sender = build_both(store, new_prefix())
+def test_a_message_longer_than_announced_is_survived_when_the_buffer_has_room(
+    store: RendezvousStore, transport: str
+) -> None:
+    receiver, sender = build_both(store, new_prefix(), transport)
     buffer = filled(8192, 0)
     done = receive(receiver, buffer)
     send(sender, filled(5000, 1)).result(TIMEOUT_S)
@@ -102,8 +111,8 @@ def test_a_message_longer_than_announced_is_survived_when_the_buffer_has_room(st
     sender.close()
 
 
-def test_closing_one_end_fails_what_is_pending_on_the_other(store: RendezvousStore) -> None:
-    receiver, sender = build_both(store, new_prefix())
+def test_closing_one_end_fails_what_is_pending_on_the_other(store: RendezvousStore, transport: str) -> None:
+    receiver, sender = build_both(store, new_prefix(), transport)
     pending = [receive(receiver, filled(100, 0)) for _ in range(5)]
     sender.close()
     for future in pending:
@@ -115,8 +124,8 @@ def test_closing_one_end_fails_what_is_pending_on_the_other(store: RendezvousSto
     assert receiver.join(TIMEOUT_S)
 
 
-def test_closing_both_ends_with_receives_pending_frees_everything(store: RendezvousStore) -> None:
-    receiver, sender = build_both(store, new_prefix())
+def test_closing_both_ends_with_receives_pending_frees_everything(store: RendezvousStore, transport: str) -> None:
+    receiver, sender = build_both(store, new_prefix(), transport)
     pending = receive(receiver, filled(100, 0))
     receiver.close()
     receiver.close()
@@ -127,8 +136,8 @@ def test_closing_both_ends_with_receives_pending_frees_everything(store: Rendezv
     assert sender.join(TIMEOUT_S)
 
 
-def test_an_operation_after_close_fails(store: RendezvousStore) -> None:
-    receiver, sender = build_both(store, new_prefix())
+def test_an_operation_after_close_fails(store: RendezvousStore, transport: str) -> None:
+    receiver, sender = build_both(store, new_prefix(), transport)
     sender.close()
     with pytest.raises(LinkClosed, match="closed here"):
         send(sender, filled(10, 1)).result(TIMEOUT_S)
@@ -153,10 +162,10 @@ def test_a_link_of_a_worker_of_several_ranks_is_refused(store: RendezvousStore, 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_peer_wakes_pending_sends_and_receives(store: RendezvousStore, rank: int) -> None:
+def test_a_killed_peer_wakes_pending_sends_and_receives(store: RendezvousStore, transport: str, rank: int) -> None:
     prefix = new_prefix()
-    with RemoteEnd(store.port, prefix, 1 - rank) as remote:
-        link = build_link(plan(store.port, prefix, rank))
+    with RemoteEnd(store.port, prefix, 1 - rank, transport) as remote:
+        link = build_end(transport, store, prefix, rank)
         remote.await_ready()
         received = [receive(link, filled(1 << 20, 0)) for _ in range(4)]
         sent = [send(link, filled(8 << 20, 1)) for _ in range(4)]
@@ -185,10 +194,10 @@ def test_a_message_longer_than_the_room_ends_the_receiving_process_and_the_sende
     assert link.join(TIMEOUT_S)
 
 
-def test_a_frozen_peer_holds_a_closed_link_no_longer_than_its_timeout(store: RendezvousStore) -> None:
+def test_a_frozen_peer_holds_a_closed_link_no_longer_than_its_timeout(store: RendezvousStore, transport: str) -> None:
     prefix = new_prefix()
-    with RemoteEnd(store.port, prefix, 0) as remote:
-        link = build_link(plan(store.port, prefix, 1, timeout_s=3.0))
+    with RemoteEnd(store.port, prefix, 0, transport) as remote:
+        link = build_end(transport, store, prefix, 1, timeout_s=3.0)
         remote.await_ready()
         remote.process.send_signal(signal.SIGSTOP)
         pending = send(link, filled(16 << 20, 1))
@@ -198,12 +207,12 @@ def test_a_frozen_peer_holds_a_closed_link_no_longer_than_its_timeout(store: Ren
         assert link.join(TIMEOUT_S)
 
 
-def test_a_pair_is_rebuilt_after_each_kill_under_a_fresh_prefix(store: RendezvousStore) -> None:
+def test_a_pair_is_rebuilt_after_each_kill_under_a_fresh_prefix(store: RendezvousStore, transport: str) -> None:
     """The receiving process and its store live on."""
     for value in range(3):
         prefix = new_prefix()
-        with RemoteEnd(store.port, prefix, 1) as remote:
-            link = build_link(plan(store.port, prefix, 0))
+        with RemoteEnd(store.port, prefix, 1, transport) as remote:
+            link = build_end(transport, store, prefix, 0)
             remote.await_ready()
             buffer = filled(1000, 255)
             done = receive(link, buffer)
@@ -216,6 +225,7 @@ def test_a_pair_is_rebuilt_after_each_kill_under_a_fresh_prefix(store: Rendezvou
 
 FIFTY_LINKS = """
 import asyncio
+import sys
 import torch
 from kvtransfer.links.rendezvous import RendezvousStore
 from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, build_both, new_prefix
@@ -226,7 +236,7 @@ async def main():
     store = RendezvousStore(HOST, TIMEOUT_S)
 
     def cycle():
-        receiver, sender = build_both(store, new_prefix())
+        receiver, sender = build_both(store, new_prefix(), sys.argv[1])
         done = receive(receiver, torch.zeros(1000, dtype=torch.uint8))
         send(sender, torch.ones(1000, dtype=torch.uint8)).result(TIMEOUT_S)
         done.result(TIMEOUT_S)
@@ -250,7 +260,7 @@ asyncio.run(main())
 """
 
 
-def test_fifty_links_leave_no_thread_and_no_descriptor() -> None:
+def test_fifty_links_leave_no_thread_and_no_descriptor(transport: str) -> None:
     """In a process of its own: gRPC's threads, where other tests left some, come and go as they like."""
-    done = subprocess.run([sys.executable, "-c", FIFTY_LINKS], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", FIFTY_LINKS, transport], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
