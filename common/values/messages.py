@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.values.ids import AttemptId, RouterId, WorkerRef
-from common.values.request import ChunkTiming, Fingerprint, KvChunkTiming, TokenEvent, Work
+from common.values.request import ChunkTiming, Fingerprint, KvChunkTiming, PromptLogprobs, TokenEvent, Work
 
 
 class Role(StrEnum):
@@ -112,6 +112,18 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Logprobs of the next prompt tokens, as they are computed; all are sent before the attempt's first tokens.
+
+    `prefill_try`: see AttemptFailed.
+    """
+
+    attempt_id: AttemptId
+    scores: PromptLogprobs
+    prefill_try: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FirstTokens:
     """The first token of each choice, at once, before the KV has arrived.
 
@@ -211,6 +223,7 @@ WorkerMessage = (
     WorkerInfo
     | Granted
     | Refused
+    | PromptScored
     | FirstTokens
     | TokenBatch
     | HandoffReport

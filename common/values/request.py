@@ -79,7 +79,8 @@ class Work:
     `len(token_ids) - num_prompt_tokens` output tokens exist before the worker samples its first.
     `choices` are the choice indices to generate; more than one only when no output exists yet.
     `cache_salt` separates tenants in the prefix cache. `deadline_s` is the time left when sent. Waiting work is shared
-    out fairly between `tenant`s, an opaque word; empty without API keys.
+    out fairly between `tenant`s, an opaque word; empty without API keys. `num_prompt_logprobs`: how many of the most
+    likely tokens are told for each place of the prompt, besides its own; None = nothing is (any more).
     """
 
     attempt_id: AttemptId
@@ -91,11 +92,50 @@ class Work:
     cache_salt: bytes = b""
     deadline_s: float = 600.0
     tenant: str = ""
+    num_prompt_logprobs: int | None = None
 
     @property
     def num_output_tokens(self) -> int:
         """Output tokens that exist already (0 unless this is a replay)."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of consecutive prompt tokens from position `start` on, each given all before it; so `start` is at least 1.
+
+    In columns, one entry per token. A rank is 1 + the number of more likely tokens. The most likely tokens of each
+    place follow one another, best first, as many for each.
+    """
+
+    start: int
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.start + len(self.logprobs)
+
+    def top(self, position: int) -> tuple[tuple[int, float], ...]:
+        """(token id, logprob) of the most likely tokens at a position, best first."""
+        num_top = len(self.top_ids) // len(self.logprobs)
+        part = slice((position - self.start) * num_top, (position - self.start + 1) * num_top)
+        return tuple(zip(self.top_ids[part], self.top_logprobs[part], strict=True))
+
+    def after(self, position: int) -> "PromptLogprobs":
+        """Without those before `position`, which is one of its own."""
+        num_gone = position - self.start
+        num_top = len(self.top_ids) // len(self.logprobs)
+        return PromptLogprobs(
+            position,
+            self.logprobs[num_gone:],
+            self.ranks[num_gone:],
+            self.top_ids[num_gone * num_top :],
+            self.top_logprobs[num_gone * num_top :],
+        )
 
 
 @dataclass(frozen=True, slots=True)

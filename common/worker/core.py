@@ -27,6 +27,7 @@ from common.values.messages import (
     AttemptFailed,
     BlockHolder,
     Cancel,
+    PromptScored,
     WorkerMessage,
     WorkerState,
     WorkerStats,
@@ -244,8 +245,11 @@ class WorkerCore(Generic[RequestT]):
             request = self._request_of(sequence)
             if row is not None and row.error is not None:
                 self.role.fail(request, row.error, now_s, is_retryable=False)
-            else:
-                self.role.on_row(request, sequence, num_tokens, row, now_s)
+                continue
+            if row is not None and row.prompt_logprobs is not None:
+                scored = PromptScored(request.attempt_id, row.prompt_logprobs, request.prefill_try)
+                self.role.state.send(request.router_id, scored)
+            self.role.on_row(request, sequence, num_tokens, row if row is not None and row.runs else None, now_s)
 
     def _on_step_failed(self, step_id: int, reason: str, now_s: float) -> None:
         self._check_step(step_id)

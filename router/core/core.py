@@ -24,7 +24,7 @@ from router.core.events import (
 )
 from router.core.pool import WorkerPool
 from router.core.records import Record, record_of
-from router.core.request_state import AttemptPhase, RequestState
+from router.core.request_state import AttemptPhase, Placed, RequestState
 from router.core.requests import Requests
 from router.core.router_limits import RouterLimits
 from router.core.transitions import (
@@ -33,7 +33,6 @@ from router.core.transitions import (
     PREFILL_ROWS,
     REQUEST_ROWS,
     AttemptTimedOut,
-    Placed,
     RequestTimedOut,
     place_waiting,
 )

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from common.values.errors import PdserveError
 from common.values.ids import RequestId
-from common.values.request import SamplingParams, TokenEvent
+from common.values.request import PromptLogprobs, SamplingParams, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,7 @@ class GenerationRequest:
     """A validated, tokenized request. Stop strings are not here: text is the front end's business.
 
     `deadline_s` is the time left. `prefill_worker_id` and `decode_worker_id` pin a worker (debugging);
-    `force_colocated` makes the decode worker prefill the whole prompt itself.
+    `force_colocated` makes the decode worker prefill the whole prompt itself. `num_prompt_logprobs`: see `Work`.
     """
 
     request_id: RequestId
@@ -27,6 +27,7 @@ class GenerationRequest:
     force_colocated: bool = False
     tenant: str = ""  # waiting work is shared out fairly between tenants; an opaque word
     trace_parent: str = ""  # W3C traceparent, as the client sent it
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +93,5 @@ class Failed:
     error: PdserveError
 
 
-GenerationEvent = Accepted | Tokens | Finished | Failed
+# PromptLogprobs: of the next prompt tokens, from position 1 on without gap or repeat; the last before the first Tokens.
+GenerationEvent = Accepted | PromptLogprobs | Tokens | Finished | Failed

@@ -6,10 +6,11 @@ The states of a request and of an attempt, and what moves them, are in `router/c
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from common.values.ids import AttemptId, RequestId, WorkerRef
-from common.values.messages import FirstTokens, HandoffReport
-from common.values.request import Fingerprint, FinishReason, TokenEvent, Work
+from common.values.messages import AttemptTokens, FirstTokens, HandoffReport
+from common.values.request import Fingerprint, FinishReason, PromptLogprobs, TokenEvent, Work
 from router.core.events import PrefixKey
 from router.core.generation import GenerationRequest
 from router.core.policy import RoutingDecision
@@ -111,6 +112,8 @@ class RouterAttempt:
     first_missing_token: int = 0
     is_local: bool = False
     end_reason: str = ""
+    # What the decode worker said before the prefill worker had told all logprobs of the prompt.
+    early: list[HandoffReport | AttemptTokens] = field(default_factory=list)
 
     def promised(self, worker: WorkerRef) -> int:
         """Tokens that the index believes to be cached on a worker; the last token is always computed."""
@@ -166,6 +169,9 @@ class Request:
     num_retries: int = 0
     is_granted: bool = False  # some decode worker has taken it, at some time
     is_accepted: bool = False
+    num_scored: int = (
+        1  # leading prompt tokens whose logprobs were delivered, where they are wanted; the first has none
+    )
     fingerprint: Fingerprint | None = None  # of the workers that made what was delivered: others would go on otherwise
     marks: Marks = field(default_factory=Marks)
 
@@ -181,6 +187,11 @@ class Request:
     @property
     def request_id(self) -> RequestId:
         return self.spec.request_id
+
+    @property
+    def is_scoring(self) -> bool:
+        """Logprobs of the prompt are wanted, and not all were delivered: then no token is."""
+        return self.spec.num_prompt_logprobs is not None and self.num_scored < len(self.spec.token_ids)
 
     @property
     def deadline_s(self) -> float:
@@ -230,6 +241,7 @@ class Request:
             cache_salt=self.spec.cache_salt,
             deadline_s=max(0.0, self.deadline_s - now_s),
             tenant=self.spec.tenant,
+            num_prompt_logprobs=self.spec.num_prompt_logprobs if self.is_scoring else None,
         )
 
     def dispatched(self, attempt: RouterAttempt, now_s: float) -> None:
@@ -262,6 +274,14 @@ class Request:
         del self.attempts[attempt.attempt_id.attempt]
         self.ended_attempts.append(attempt)
         del self.ended_attempts[:-MAX_KEPT_ATTEMPTS]
+
+    def take_scores(self, scores: PromptLogprobs) -> PromptLogprobs | None:
+        """Those that are new and next, if any: a replay computes all again."""
+        if not (self.is_scoring and scores.start <= self.num_scored < scores.end):
+            return None
+        fresh = scores.after(self.num_scored)
+        self.num_scored = scores.end
+        return fresh
 
     def take(self, attempt: RouterAttempt, tokens: Sequence[TokenEvent], now_s: float) -> list[TokenEvent]:
         """Take tokens of an attempt in; returns those that are new and in order. Choices that end leave the attempt."""
@@ -311,3 +331,11 @@ class Request:
         self.attempts[number] = attempt
         self.num_attempts += 1
         return attempt
+
+
+class Placed(NamedTuple):
+    """An attempt on the worker that speaks of it; when it is not there (the row "absent") only `worker` counts."""
+
+    request: Request
+    attempt: RouterAttempt
+    worker: Worker

@@ -17,8 +17,8 @@ from common.values.ids import AttemptId, RequestId, WorkerRef
 from common.values.messages import Cancel, RouterMessage
 from common.values.request import TokenEvent
 from router.core.admission import overload_error
-from router.core.events import Deliver, LookupPrefix, Lost, NoteRetry, RouterEffect, SendToWorker
-from router.core.generation import Failed, Finished, GenerationEvent, GenerationRequest, Tokens
+from router.core.events import Deliver, LookupPrefix, Lost, NoteRetry, NoteStaleHit, RouterEffect, SendToWorker
+from router.core.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, Tokens
 from router.core.pool import WorkerPool
 from router.core.records import RequestRecords
 from router.core.request_state import AttemptPhase, Request, RouterAttempt
@@ -110,7 +110,7 @@ class Requests:
             for key, workers in self.pool.prefix_keys().items()
             if key.block_size < len(attempt.token_ids)  # shorter: no full block, or only the always computed one
         }
-        if not groups:
+        if not groups or request.is_scoring:  # whoever scores a prompt computes all of it
             self.move(request, attempt, AttemptPhase.QUEUED)
             return
         attempt.lookups = set(groups)
@@ -151,6 +151,13 @@ class Requests:
         if request.is_stuck(attempt):
             self.replay(request, [attempt], "tokens are missing")
 
+    def accept(self, request: Request, prefill: Worker, decode: Worker, num_cached: int) -> None:
+        """Tell the client where its request is; once, replacements are silent."""
+        if not request.is_accepted:
+            request.is_accepted = True
+            ids = prefill.ref.worker_id, decode.ref.worker_id
+            self.deliver(request, Accepted(*ids, len(request.spec.token_ids), num_cached))
+
     # ---- shares of workers --------------------------------------------------------------------------
 
     def release(self, ref: WorkerRef | None, attempt: RouterAttempt) -> None:
@@ -169,6 +176,12 @@ class Requests:
         """It has no room, or failed: nothing more for it for a while. Call while it has the attempt."""
         if (worker := self.holder(ref, attempt)) is not None:
             self.pool.refused(worker, attempt.attempt_id, self.now_s)
+
+    def check_hit(self, attempt: RouterAttempt, worker: Worker, num_cached_tokens: int) -> None:
+        """Note it when the index promised more than the worker has."""
+        promised = attempt.promised(worker.ref)
+        if num_cached_tokens < promised:
+            self.emit(NoteStaleHit(worker.ref, promised, num_cached_tokens))
 
     def holder(self, ref: WorkerRef | None, attempt: RouterAttempt) -> Worker | None:
         """The worker, if it has the attempt."""
@@ -190,7 +203,9 @@ class Requests:
 
     def retry_prefill(self, request: Request, attempt: RouterAttempt, lost: Lost, reason: str) -> None:
         """The prefill worker has let go, or is to."""
-        if self._may_retry(request, lost, reason):
+        if attempt.early:  # the decode worker has all KV and takes no other
+            self.replay(request, [attempt], reason)
+        elif self._may_retry(request, lost, reason):
             attempt.prefill_lost_s = self.now_s
             self.await_prefill(request, attempt)
 

@@ -17,7 +17,7 @@ replaces something lost; it is counted per request and for all together. A refus
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.values.errors import DeadlineExceeded, InvalidRequest, NoReadyPair, Overloaded, WorkerFailed
 from common.values.ids import AttemptId, RequestId
@@ -29,6 +29,7 @@ from common.values.messages import (
     Granted,
     HandoffReport,
     Prefill,
+    PromptScored,
     Refused,
     Reserve,
     TransferFailed,
@@ -40,16 +41,15 @@ from router.core.events import (
     EndRequested,
     Lost,
     NoteHandoff,
-    NoteStaleHit,
     PrefixFound,
     RequestSubmitted,
     WorkerLost,
 )
-from router.core.generation import Accepted, Failed
-from router.core.request_state import AttemptPhase, Request, RequestState, RouterAttempt
+from router.core.generation import Failed
+from router.core.prompt_scores import is_too_early, scored
+from router.core.request_state import AttemptPhase, Placed, Request, RequestState, RouterAttempt
 from router.core.requests import Requests
 from router.core.waiting import PrefillStart, Reservation, StillWaits
-from router.core.workers import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,6 @@ class AttemptTimedOut:
     """What the attempt's phase waits for has not come."""
 
     attempt_id: AttemptId
-
-
-class Placed(NamedTuple):
-    """An attempt on the worker that speaks of it; when it is not there (the row "absent") only `worker` counts."""
-
-    request: Request
-    attempt: RouterAttempt
-    worker: Worker
 
 
 def ignore(*_: object) -> None:
@@ -181,17 +173,9 @@ def _start_prefill(requests: Requests, step: PrefillStart) -> None:
     decode.tokens_placed(attempt.attempt_id)
     worker.place(attempt.attempt_id, now_s, tokens=attempt.num_missing(worker.ref))
     request.dispatched(attempt, now_s)
-    _accept(requests, request, worker, decode, attempt.promised(worker.ref))
+    requests.accept(request, worker, decode, attempt.promised(worker.ref))
     work, address = request.work(attempt, now_s), decode.info.handoff_address
     requests.send(worker.ref, Prefill(work, attempt.prefill_try, decode.ref, address, attempt.first_missing_token))
-
-
-def _accept(requests: Requests, request: Request, prefill: Worker, decode: Worker, num_cached: int) -> None:
-    """Tell the client where its request is; once, replacements are silent."""
-    if not request.is_accepted:
-        request.is_accepted = True
-        ids = prefill.ref.worker_id, decode.ref.worker_id
-        requests.deliver(request, Accepted(*ids, len(request.spec.token_ids), num_cached))
 
 
 # ---- what the attempt's decode worker says --------------------------------------------------------------
@@ -209,7 +193,7 @@ def grant(requests: Requests, on: Placed, message: Granted) -> None:
     on.worker.accepted()
     on.request.is_granted = True
     requests.ungranted.pop(on.request.request_id, None)
-    _check_hit(requests, on.attempt, on.worker, message.first_missing_token)
+    requests.check_hit(on.attempt, on.worker, message.first_missing_token)
     on.attempt.first_missing_token, on.attempt.is_local = message.first_missing_token, message.is_local
     requests.waiting.wake()
     if not message.is_local:
@@ -219,7 +203,7 @@ def grant(requests: Requests, on: Placed, message: Granted) -> None:
     on.worker.tokens_placed(on.attempt.attempt_id)
     requests.move(on.request, on.attempt, AttemptPhase.LOCAL)
     on.request.dispatched(on.attempt, requests.now_s)
-    _accept(requests, on.request, on.worker, on.worker, message.first_missing_token)
+    requests.accept(on.request, on.worker, on.worker, message.first_missing_token)
 
 
 def decode_refused(requests: Requests, on: Placed, message: Refused) -> None:
@@ -235,6 +219,8 @@ def decode_refused(requests: Requests, on: Placed, message: Refused) -> None:
 
 def report(requests: Requests, on: Placed, message: HandoffReport) -> None:
     """All KV is in the decode worker."""
+    if is_too_early(requests, on, message):
+        return
     on.request.note_report(message)
     on.worker.tokens_computed(on.attempt.attempt_id)
     if on.attempt.prefill is not None and not message.is_local:
@@ -249,6 +235,8 @@ def late_report(_: Requests, on: Placed, message: HandoffReport) -> None:
 
 
 def decode_first(requests: Requests, on: Placed, message: AttemptTokens) -> None:
+    if is_too_early(requests, on, message):
+        return
     _take_over(requests, on.request, on.attempt)
     decode(requests, on, message)
 
@@ -297,12 +285,26 @@ def _take_over(requests: Requests, request: Request, attempt: RouterAttempt) -> 
 # ---- what the prefill worker of the current try says ----------------------------------------------------
 
 
+def scored_there(requests: Requests, on: Placed, message: PromptScored) -> None:
+    """With the last of them, what the decode worker has said meanwhile counts."""
+    scored(requests, on, message)
+    decode = requests.pool.get(on.attempt.decode)
+    if on.request.is_scoring or decode is None:
+        return
+    early, on.attempt.early = on.attempt.early, []
+    for each in early:
+        row = DECODE_ROWS.get((type(each), on.attempt.phase), ignore)  # the one before may have ended it
+        row(requests, Placed(on.request, on.attempt, decode), each)
+
+
 def first_tokens(requests: Requests, on: Placed, message: FirstTokens) -> None:
+    if is_too_early(requests, on, message):
+        return
     on.worker.accepted()
     requests.waiting.wake()
     if on.attempt.attempt_id in on.worker.shares:
         on.worker.tokens_computed(on.attempt.attempt_id)
-    _check_hit(requests, on.attempt, on.worker, message.num_cached_tokens)
+    requests.check_hit(on.attempt, on.worker, message.num_cached_tokens)
     on.request.note_first_tokens(message)
     requests.take_tokens(on.request, on.attempt, message.tokens)
     requests.close_if_done(on.request, on.attempt)  # the first may be the last: then KV is needed no more
@@ -344,12 +346,6 @@ def prefill_lost(requests: Requests, on: Placed, event: WorkerLost) -> None:
     requests.retry_prefill(on.request, on.attempt, Lost.PREFILL_WORKER, reason)
 
 
-def _check_hit(requests: Requests, attempt: RouterAttempt, worker: Worker, num_cached_tokens: int) -> None:
-    promised = attempt.promised(worker.ref)
-    if num_cached_tokens < promised:
-        requests.emit(NoteStaleHit(worker.ref, promised, num_cached_tokens))
-
-
 # ---- tables ---------------------------------------------------------------------------------------------
 
 _Table = tuple[tuple[StrEnum, ...], Mapping[type, tuple[Callable[..., None] | None, ...]]]  # None: cannot happen
@@ -370,12 +366,14 @@ _DECODE: _Table = (_ABSENT, _RESERVING, _GRANTED, _PREFILLING, _LOCAL, _DECODING
     Granted:          (give_back, grant,          ignore,        ignore,          ignore,        ignore,        ignore),
     Refused:          (ignore,    decode_refused, ignore,        ignore,          ignore,        ignore,        ignore),
     HandoffReport:    (ignore,    ignore,         report,        report,          report,        late_report,   ignore),
+    PromptScored:     (ignore,    ignore,         ignore,        ignore,          scored,        ignore,        ignore),
     AttemptTokens:    (ignore,    ignore,         decode_first,  decode_first,    decode_first,  decode,        ignore),
     TransferFailed:   (give_back, ignore,         ignore,        transfer_failed, ignore,        ignore,        ignore),
     AttemptFailed:    (ignore,    decode_failed,  decode_failed, decode_failed,   decode_failed, decode_failed, ignore),
     WorkerLost:       (ignore,    decode_lost,    decode_lost,   decode_lost,     decode_lost,   decode_lost,   ignore),
 }
 _PREFILL: _Table = (_ABSENT, _PREFILLING, _DECODING, _CLOSING), {
+    PromptScored:     (ignore, scored_there,    ignore,            ignore),
     FirstTokens:      (ignore, first_tokens,    late_first_tokens, late_first_tokens),
     Refused:          (ignore, prefill_refused, let_go,            let_go),
     AttemptFailed:    (ignore, prefill_failed,  let_go,            let_go),

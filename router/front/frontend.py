@@ -13,6 +13,7 @@ from typing import assert_never
 from common.telemetry.logs import get_logger
 from common.values.errors import DeadlineExceeded, InvalidApiKey, InvalidRequest, PdserveError
 from common.values.ids import RequestId
+from common.values.request import PromptLogprobs
 from router.core.generation import Accepted, Failed, Finished, Tokens
 from router.front.in_flight import Entry, InFlight
 from router.front.merge import merged
@@ -26,6 +27,7 @@ from router.request.served_model import ServedModel
 from router.request.spec import ChatPrompt, Prompt, RequestSpec, TextPrompt, TokenPrompt
 from router.request.validation import Validator, ValidRequest
 from router.tenants.tenants import Lease, Tenant
+from router.text.prompt_text import prompt_offsets
 from router.text.token_text import TokenTexts
 from router.text.tokenizer import PromptTokenizer, strings_in
 
@@ -110,6 +112,12 @@ class Frontend:
             return await asyncio.to_thread(list, map(self.token_texts.text, token_ids))
         return list(map(self.token_texts.text, token_ids))
 
+    async def prompt_offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """See `router.text.prompt_text`; of many off the event loop."""
+        if len(token_ids) > limits.MAX_INLINE_TOKENIZE_LENGTH // 16:  # ten times as slow as to encode them
+            return await asyncio.to_thread(prompt_offsets, token_ids, text, self.token_texts)
+        return prompt_offsets(token_ids, text, self.token_texts)
+
     def _detokenize(self, token_ids: Sequence[int], param: str) -> str:
         if any(not 0 <= token_id < self.model.vocab_size for token_id in token_ids):
             raise InvalidRequest(f"{param} holds ids outside 0 ... {self.model.vocab_size - 1}", param=param)
@@ -150,6 +158,8 @@ class Frontend:
                     output.accepted = event
                     lease.placed()
                     yield event
+                case PromptLogprobs():
+                    yield event
                 case Tokens():
                     lease.charge(len(event.tokens))
                     if deltas := output.push(event.tokens):
@@ -158,10 +168,7 @@ class Frontend:
                     yield output.summary(event)
                     return
                 case Failed():
-                    if isinstance(event.error, DeadlineExceeded):
-                        raise entry.error or _deadline_exceeded(request.generation.deadline_s)
-                    if not entry.is_aborted:
-                        raise entry.error or event.error
+                    _check_aborted(event, entry, request.generation.deadline_s)
                 case _:
                     assert_never(event)
         for update in output.unfinished(entry):
@@ -185,6 +192,14 @@ class Frontend:
                 )
             case _:
                 assert_never(prompt)
+
+
+def _check_aborted(failed: Failed, entry: Entry, deadline_s: float) -> None:
+    """Raises what a failure means to the client, unless it has ended the request itself."""
+    if isinstance(failed.error, DeadlineExceeded):
+        raise entry.error or _deadline_exceeded(deadline_s)
+    if not entry.is_aborted:
+        raise entry.error or failed.error
 
 
 def _deadline_exceeded(deadline_s: float) -> DeadlineExceeded:

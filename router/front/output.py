@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.values.errors import PdserveError
-from common.values.request import TokenEvent
+from common.values.request import PromptLogprobs, TokenEvent
 from router.core.generation import Accepted, Finished, RequestTimings
 from router.front.in_flight import Entry
 from router.front.service_protocol import GenerationService
 from router.request.validation import ValidRequest
 from router.text.calls.choice import FormattedChoice
-from router.text.choice_text import ChoiceDelta, ChoiceText
+from router.text.choice_text import ChoiceDelta, ChoiceText, HiddenChoice
 from router.text.token_text import TokenTexts
 
 
@@ -31,7 +31,8 @@ class Summary:
     timings: RequestTimings
 
 
-Update = Accepted | Deltas | Summary
+# PromptLogprobs: of the next prompt tokens; the last before the first Deltas.
+Update = Accepted | PromptLogprobs | Deltas | Summary
 
 
 class RequestOutput:
@@ -41,9 +42,11 @@ class RequestOutput:
         self._request_id = request.generation.request_id
         self._num_prompt_tokens = len(request.generation.token_ids)
         self._service = service
-        self._choices = [
-            ChoiceText(idx, token_texts, request.generation.token_ids[-8:], request.text)
-            for idx in range(request.generation.num_choices)
+        indices = range(request.generation.num_choices)
+        context = request.generation.token_ids[-8:]
+        self._choices: list[ChoiceText | HiddenChoice] = [
+            ChoiceText(idx, token_texts, context, request.text) if request.has_output else HiddenChoice(idx)
+            for idx in indices
         ]
         form, num_choices = request.form, len(self._choices)
         self._formatted = (

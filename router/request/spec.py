@@ -84,6 +84,7 @@ class Stated(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, within(0, limits.MAX_LOGPROBS)] | None = None
     priority: Annotated[int, within(-100, 100)] | None = None
     cache_salt: str | None = None
 
@@ -110,7 +111,8 @@ class Pins:
 class RequestSpec:
     """`max_tokens` and `num_logprobs` stand apart: the APIs state them under several names.
 
-    `api_names` maps our name of a field to the API's, where they differ; errors use the API's.
+    `scores_echo`: logprobs are wanted of the prompt, too, that `echo` repeats. `api_names` maps our name of a field to
+    the API's, where they differ; errors use the API's.
     """
 
     prompt: Prompt
@@ -124,4 +126,5 @@ class RequestSpec:
     is_whole: bool = False  # the answer is sent at once
     return_text: bool = True
     echo: bool = False
+    scores_echo: bool = False
     api_names: Mapping[str, str] = field(default_factory=dict)

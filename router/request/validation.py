@@ -6,9 +6,10 @@ What is accepted (everything else is an InvalidRequest that names the field): nu
     temperature          below 1e-5 means greedy
     top_k                -1 or 0 = off, as is anything beyond the vocabulary
     seed                 none = a random one
-    max_tokens           1 or more; prompt + max_tokens within the model's context
+    max_tokens           1 or more; prompt + max_tokens within the model's context. 0 with echo or prompt_logprobs, for
+                         nothing but those
     min_tokens           0 ... max_tokens
-    logprobs             0 ... 20
+    logprobs             0 ... 20; prompt_logprobs as well
     logit_bias           300 entries, ids of the vocabulary
     stop                 4 strings of 1 ... 64 characters
     stop_token_ids       64 ids of the vocabulary
@@ -50,13 +51,17 @@ _PLAIN.remove("min_tokens")
 
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
-    """Ready to submit. `echo_text` is the prompt to repeat before the output; None = do not."""
+    """Ready to submit. `echo_text` is the prompt to repeat before the output; None = do not.
+
+    `has_output` False: the client wants its prompt alone; the one token that is drawn all the same is not shown.
+    """
 
     generation: GenerationRequest
     text: TextOptions
     tenant: Tenant
     echo_text: str | None = None
     form: Format | None = None  # how to tell an answer's parts apart; None = all of it is text
+    has_output: bool = True
 
 
 class Validator:
@@ -103,9 +108,12 @@ class Validator:
             prefill_worker_id=check.length("prefill_worker_id", pins.prefill_worker_id, limits.MAX_REQUEST_ID_LENGTH),
             decode_worker_id=check.length("decode_worker_id", pins.decode_worker_id, limits.MAX_REQUEST_ID_LENGTH),
             force_colocated=pins.force_colocated,
+            num_prompt_logprobs=check.num_prompt_logprobs(),
         )
         echo_text = spec.prompt.text if isinstance(spec.prompt, TextPrompt) else ""
-        return ValidRequest(generation, check.text_options(), tenant, echo_text if spec.echo else None)
+        options, has_output = check.text_options(), spec.max_tokens != 0
+        echoed = echo_text if spec.echo else None
+        return ValidRequest(generation, options, tenant, echoed, has_output=has_output)
 
 
 class _Checks:
@@ -171,6 +179,14 @@ class _Checks:
             raise self._invalid("deadline", f"must be between {limits.MIN_DEADLINE_S} and {limits.MAX_DEADLINE_S:g} s")
         return value
 
+    def num_prompt_logprobs(self) -> int | None:
+        """As many as the field or the repeated prompt needs."""
+        stated = self._stated.prompt_logprobs
+        wanted = [] if stated is None else [self.within("prompt_logprobs", stated)]
+        if self._spec.scores_echo:
+            wanted.append(self._num_logprobs() or 0)
+        return max(wanted, default=None)
+
     def text_options(self) -> TextOptions:
         stated = self._stated
         stops = [stated.stop] if isinstance(stated.stop, str) else stated.stop or []
@@ -204,6 +220,8 @@ class _Checks:
         room, stated = self._model.max_model_len - num_prompt_tokens, self._spec.max_tokens
         if stated is None:
             return min(self._default_max_tokens(), room)
+        if stated == 0 and (self._spec.echo or self._stated.prompt_logprobs is not None):
+            return 1
         if stated < 1:
             raise self._invalid("max_tokens", f"must be at least 1, got {_shortened(stated)}")
         if stated > room:

@@ -294,3 +294,25 @@ class ChoiceText:
     def _ended(self, text: str, end: ChoiceEnd, entries: Sequence[_Entry]) -> ChoiceDelta:
         self.is_ended = True
         return self._delta(entries, text, end)
+
+
+class HiddenChoice:
+    """A choice of which nothing is shown but its end: the client wants its prompt alone."""
+
+    num_tokens = 0
+
+    def __init__(self, choice_idx: int) -> None:
+        self._choice_idx = choice_idx
+        self.is_ended = False
+
+    def push(self, _: TokenEvent) -> ChoiceDelta | None:
+        """As `ChoiceText.push`; its first token ends it, as no token would have."""
+        return None if self.is_ended else self._ended(FinishReason.LENGTH)
+
+    def abort(self) -> ChoiceDelta | None:
+        """As `ChoiceText.abort`."""
+        return None if self.is_ended else self._ended(None)
+
+    def _ended(self, reason: FinishReason | None) -> ChoiceDelta:
+        self.is_ended = True
+        return ChoiceDelta(self._choice_idx, (), "", ChoiceEnd(reason, 0))

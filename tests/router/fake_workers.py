@@ -17,6 +17,7 @@ from common.values.messages import (
     Granted,
     HandoffReport,
     Prefill,
+    PromptScored,
     Refused,
     Reserve,
     RouterMessage,
@@ -27,7 +28,7 @@ from common.values.messages import (
     WorkerState,
     WorkerStats,
 )
-from common.values.request import SampledToken, TokenEvent, Work
+from common.values.request import PromptLogprobs, SampledToken, TokenEvent, Work
 from router.core.generation import GenerationRequest
 
 STOP_TOKEN_ID = 5
@@ -50,6 +51,22 @@ def sample(work: Work, token_ids: tuple[int, ...], choice: int) -> TokenEvent:
     token_id = next_token_id(token_ids, choice)
     position = len(token_ids) - work.num_prompt_tokens
     return TokenEvent(choice, position, SampledToken(token_id), work.sampling.finish_reason(token_id, position + 1))
+
+
+def logprob_at(token_ids: tuple[int, ...], position: int) -> float:
+    return -(position * 61 + sum(token_ids[: position + 1]) % 61) / 8
+
+
+def scored(work: Work, prefill_try: int | None = None) -> list[PromptScored]:
+    """The logprobs of a prompt, in parts, if they are asked for."""
+    if work.num_prompt_logprobs is None:
+        return []
+    parts = [range(start, min(start + 16, work.num_prompt_tokens)) for start in range(1, work.num_prompt_tokens, 16)]
+    columns = [tuple(logprob_at(work.token_ids, position) for position in part) for part in parts]
+    return [
+        PromptScored(work.attempt_id, PromptLogprobs(part.start, logprobs, (1,) * len(part)), prefill_try)
+        for part, logprobs in zip(parts, columns, strict=True)
+    ]
 
 
 class World(Protocol):
@@ -164,6 +181,8 @@ class FakeDecode(FakeWorker):
         if sequence is None or not sequence.is_waiting:
             return
         sequence.is_waiting = False
+        for message in scored(sequence.work) if report.is_local else ():
+            self.world.reply(self, message)
         self.world.reply(self, report)
         self._later(0.01, lambda: self._step(attempt_id))
 
@@ -232,6 +251,8 @@ class FakePrefill(FakeWorker):
             failed = AttemptFailed(attempt_id, "step failed", is_retryable=True, prefill_try=message.prefill_try)
             self.world.reply(self, failed)
             return
+        for scores in scored(work, message.prefill_try):
+            self.world.reply(self, scores)
         events = tuple(sample(work, work.token_ids, choice) for choice in work.choices)
         self.world.reply(self, FirstTokens(attempt_id, message.prefill_try, events, 0.01, 0.02, 16))
         self._later(0.01, lambda: self._ship(message))

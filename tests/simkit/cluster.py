@@ -12,6 +12,7 @@ from common.values.errors import PeerError
 from common.values.hashing import block_hashes, hash_root
 from common.values.ids import RequestId, RouterId, WorkerRef
 from common.values.messages import Cancel, Drain, Prefill, Reserve, Role
+from common.values.request import PromptLogprobs
 from common.worker.events import DrainRequested, MessageReceived, RouterLost
 from router.core.core import RouterCore
 from router.core.events import (
@@ -67,6 +68,7 @@ class Answer:
     """What a client has received."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    prompt_logprobs: list[float] = field(default_factory=list)
     accepted: Accepted | None = None
     first_s: float | None = None  # when its first token came
     end: Finished | Failed | None = None
@@ -292,6 +294,10 @@ class SimCluster:
         if isinstance(event, Finished | Failed):
             answer.end, answer.ended_s = event, self.time.now_s
             return
+        if isinstance(event, PromptLogprobs):
+            assert not answer.tokens, f"{request_id}: logprobs of the prompt after tokens"
+            assert event.start == 1 + len(answer.prompt_logprobs), f"{request_id}: a gap or a repeat at {event.start}"
+            answer.prompt_logprobs += event.logprobs
         if isinstance(event, Tokens) and answer.first_s is None:
             answer.first_s = self.time.now_s
         for token in getattr(event, "tokens", ()):

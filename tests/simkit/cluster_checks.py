@@ -40,7 +40,8 @@ def check_quiet(world: "ClusterWorld") -> None:
     """The request was answered, in full unless its client left; every block is free again."""
     assert world.end, "the request was never answered"
     if world.budget.get("leave") != 0:
-        assert (world.end, world.output) == ("Finished", world.expected)
+        answer = world.end, world.output, world.scores
+        assert answer == ("Finished", world.expected, world.expected_scores)
     if not world.budget:
         assert world.account == _account(world), f"the account depends on what came first: {world.account}"
     assert world.router.request_ids == ()

@@ -14,7 +14,7 @@ from typing import Any
 from common.values.errors import RequestCancelled
 from common.values.ids import RequestId, RouterId
 from common.values.messages import Role
-from common.values.request import SamplingParams
+from common.values.request import PromptLogprobs, SamplingParams
 from common.worker.events import MessageReceived, PublishBlocks, RouterLost, RunStep, SendToRouter
 from kvtransfer.events import SendChunk, WriteChunk
 from router.core.core import RouterCore
@@ -32,7 +32,7 @@ from router.core.router_limits import RouterLimits
 from tests.simkit import cluster_checks
 from tests.simkit.handoff_net import HandoffNet
 from tests.simkit.handoff_parts import name_of, next_life, ref_of
-from tests.simkit.layered_engine import Payload, expected_output, read_chunk, write_chunk
+from tests.simkit.layered_engine import Payload, expected_logprobs, expected_output, read_chunk, write_chunk
 from tests.simkit.small_process import SmallProcess
 from tests.simkit.streams import Streams
 
@@ -56,10 +56,12 @@ class ClusterWorld:
         num_decode: int = 1,
         chunk_tokens: int = 1,
         max_tokens: int = 2,
+        is_scored: bool = False,
     ) -> None:
         self.chunk_tokens = chunk_tokens
         params = replace(PARAMS, max_tokens=max_tokens)
         self.expected = expected_output(PROMPT, params, 0)
+        self.expected_scores = expected_logprobs(PROMPT) if is_scored else []
         self.account: tuple[object, ...] = ()
         self.budget = dict(faults or {})
         self.now_s = 1.0
@@ -70,11 +72,13 @@ class ClusterWorld:
         self.net = HandoffNet(self.processes)
         self.streams = Streams()
         self.output: list[int] = []
+        self.scores: list[float] = []
         self.end = ""
         for process in self.processes.values():
             self.streams.open(process.name)
             self.to_router(WorkerConnected(process.info, ""))
-        self.to_router(RequestSubmitted(replace(REQUEST, sampling=params)))
+        num_scores = 0 if is_scored else None
+        self.to_router(RequestSubmitted(replace(REQUEST, sampling=params, num_prompt_logprobs=num_scores)))
 
     # ---- what may happen ----------------------------------------------------------------------------
 
@@ -207,7 +211,11 @@ class ClusterWorld:
     def _deliver(self, event: object) -> None:
         assert not self.end, f"{event} after {self.end}"
         match event:
+            case PromptLogprobs(start, logprobs):
+                assert start == 1 + len(self.scores), f"logprobs from {start} on after {self.scores}"
+                self.scores += logprobs
             case Tokens(tokens):
+                assert self.scores == self.expected_scores, f"tokens after the logprobs {self.scores}"
                 for token in tokens:
                     assert token.position == len(self.output), f"position {token.position} after {self.output}"
                     self.output.append(token.token.token_id)
@@ -234,5 +242,15 @@ class ClusterWorld:
 
     def key_parts(self) -> object:
         requests = self.router._requests
-        state = [self.budget, self.now_s, self.processes, self.net, self.streams, self.output, self.end, self.account]
+        state = [
+            self.budget,
+            self.now_s,
+            self.processes,
+            self.net,
+            self.streams,
+            self.output,
+            self.scores,
+            self.end,
+            self.account,
+        ]
         return state, self.router._pool, requests.live, requests.timers, cluster_checks.identity_facts(self)

@@ -20,6 +20,7 @@ class Setting:
 
 
 _ONE_CHUNK = {"chunk_tokens": 2}
+_SCORED = {"is_scored": True, **_ONE_CHUNK}
 
 WORLDS = {
     "no fault": Setting(),
@@ -30,6 +31,9 @@ WORLDS = {
     "the decode worker dies": Setting({"crash_decode": 1}, _ONE_CHUNK, max_states=2500),
     "a router stream is cut": Setting({"cut": 1}, _ONE_CHUNK, max_states=2500),
     "two prefill workers, one dies": Setting({"crash_prefill": 1}, {"num_prefill": 2, **_ONE_CHUNK}, max_states=1500),
+    "logprobs of the prompt": Setting({}, {"is_scored": True}),
+    "logprobs of the prompt, its worker dies": Setting({"crash_prefill": 1}, _SCORED, max_states=2500),
+    "logprobs of the prompt, a router stream is cut": Setting({"cut": 1}, _SCORED, max_states=2500),
 }
 
 # For `make explore`.
@@ -42,5 +46,8 @@ DEEP_WORLDS = {
     "a router stream is cut": Setting({"cut": 1}, _ONE_CHUNK),
     "two prefill workers, one dies": Setting({"crash_prefill": 1}, {"num_prefill": 2, **_ONE_CHUNK}),
     "two decode workers, one dies": Setting({"crash_decode": 1}, {"num_decode": 2, **_ONE_CHUNK}),
+    "logprobs of the prompt, its worker dies": Setting({"crash_prefill": 1}, _SCORED),
+    "logprobs of the prompt, the decode worker dies": Setting({"crash_decode": 1}, _SCORED),
+    "logprobs of the prompt, a router stream is cut": Setting({"cut": 1}, _SCORED),
     "the client leaves while a session breaks": Setting({"leave": 1, "break": 1}, _ONE_CHUNK),
 }

@@ -8,7 +8,7 @@ tokens alone, with no blocks at all.
 from collections.abc import Sequence
 
 from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, StepResult
-from common.values.request import SampledToken, Work
+from common.values.request import PromptLogprobs, SampledToken, Work
 
 VOCAB_SIZE = 50
 
@@ -50,6 +50,16 @@ def expected_output(work: Work, choice_idx: int) -> list[int]:
         tokens.append(output[-1])
         if params.finish_reason(output[-1], position + 1) is not None:
             return output
+
+
+def expected_logprobs(prompt: Sequence[int]) -> list[float]:
+    """Of each token of a prompt but the first."""
+    values = contents(prompt)
+    return [score(values[:position], prompt[position]) for position in range(1, len(prompt))]
+
+
+def score(values: Sequence[int], token_id: int) -> float:
+    return -(hash((token_id, *values)) % 1000) / 8
 
 
 class FakeKv:
@@ -99,7 +109,7 @@ class FakeRunner:
         for sequence in plan.sequences:
             self._compute(sequence)
         for sequence in plan.sequences:
-            if sequence.samples:
+            if sequence.samples or sequence.scores:
                 results.append(self._sample(sequence))
         return StepResult(plan.step_id, tuple(results), duration_s=1e-3 * plan.num_tokens)
 
@@ -117,9 +127,16 @@ class FakeRunner:
             return SequenceResult(sequence.sequence_id, error="logits are not finite")
         num_tokens = sequence.start + len(sequence.token_ids)
         values = [self.kv.read(sequence.block_tables[0], position) for position in range(num_tokens)]
-        return SequenceResult(
-            sequence.sequence_id, tuple((SampledToken(draw(values, spec)),) for spec in sequence.samples)
-        )
+        runs = tuple((SampledToken(draw(values, spec)),) for spec in sequence.samples)
+        return SequenceResult(sequence.sequence_id, runs, prompt_logprobs=_scores(sequence, values))
+
+
+def _scores(sequence: ScheduledSequence, values: Sequence[int]) -> PromptLogprobs | None:
+    if (spec := sequence.scores) is None:
+        return None
+    assert sequence.start < spec.start, "scored by a row that is not computed in this step"
+    logprobs = tuple(score(values[:at], token_id) for at, token_id in enumerate(spec.token_ids, spec.start))
+    return PromptLogprobs(spec.start, logprobs, (1,) * len(logprobs))
 
 
 def _check_no_slot_is_written_twice(plan: StepPlan, block_size: int) -> None:

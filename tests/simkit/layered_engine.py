@@ -8,7 +8,7 @@ rows of all layers, read through the block table: a wrong block, layer, position
 from collections.abc import Sequence
 
 from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, StepResult
-from common.values.request import SampledToken, SamplingParams
+from common.values.request import PromptLogprobs, SampledToken, SamplingParams
 from kvtransfer.events import Chunk
 
 NUM_LAYERS = 2
@@ -43,6 +43,11 @@ def expected_output(prompt: Sequence[int], params: SamplingParams, choice_idx: i
             values.append(_chain(values[-1] if values else layer, tokens[-1]))
 
 
+def expected_logprobs(prompt: Sequence[int]) -> list[float]:
+    """Of each token of a prompt but the first, from the tokens alone."""
+    return [_score(rows_of(prompt[:position]), prompt[position]) for position in range(1, len(prompt))]
+
+
 class LayeredEngine:
     """One worker's KV memory and compute. Never cleared, as a real cache is not."""
 
@@ -66,8 +71,8 @@ class LayeredEngine:
                 self.write(layer, sequence.block_tables[0], position, _chain(previous, token_id))
 
     def finish(self, plan: StepPlan, duration_s: float) -> StepResult:
-        """Sample what was asked for."""
-        results = tuple(self._sample(sequence) for sequence in plan.sequences if sequence.samples)
+        """Sample and score what was asked for."""
+        results = tuple(self._result(each) for each in plan.sequences if each.samples or each.scores)
         return StepResult(plan.step_id, results, duration_s)
 
     def read(self, layer: int, block_table: Sequence[int], position: int) -> int:
@@ -79,13 +84,21 @@ class LayeredEngine:
     def _slot(self, block_table: Sequence[int], position: int) -> tuple[int, int]:
         return block_table[position // self._block_size], position % self._block_size
 
-    def _sample(self, sequence: ScheduledSequence) -> SequenceResult:
-        end = sequence.start + len(sequence.token_ids)
-        rows = [
-            [self.read(layer, sequence.block_tables[0], position) for position in range(end)]
-            for layer in range(NUM_LAYERS)
-        ]
-        return SequenceResult(sequence.sequence_id, tuple((_sampled(rows, spec),) for spec in sequence.samples))
+    def _result(self, sequence: ScheduledSequence) -> SequenceResult:
+        rows = self._rows(sequence, sequence.start + len(sequence.token_ids))
+        runs = tuple((_sampled(rows, spec),) for spec in sequence.samples)
+        return SequenceResult(sequence.sequence_id, runs, prompt_logprobs=self._scores(sequence))
+
+    def _scores(self, sequence: ScheduledSequence) -> PromptLogprobs | None:
+        if (spec := sequence.scores) is None:
+            return None
+        assert sequence.start < spec.start, "scored by a row that is not computed in this step"
+        logprobs = [_score(self._rows(sequence, at), token) for at, token in enumerate(spec.token_ids, spec.start)]
+        return PromptLogprobs(spec.start, tuple(logprobs), (1,) * len(logprobs))
+
+    def _rows(self, sequence: ScheduledSequence, end: int) -> Rows:
+        table = sequence.block_tables[0]
+        return [[self.read(layer, table, position) for position in range(end)] for layer in range(NUM_LAYERS)]
 
 
 def read_chunk(engine: LayeredEngine, chunk: Chunk, table: tuple[int, ...]) -> Payload:
@@ -105,6 +118,10 @@ def write_chunk(engine: LayeredEngine, chunk: Chunk, table: tuple[int, ...], pay
 
 def _sampled(rows: Rows, spec: SampleSpec) -> SampledToken:
     return SampledToken(_draw(rows, spec.params.seed, spec.choice_idx, spec.position))
+
+
+def _score(rows: Rows, token_id: int) -> float:
+    return -(hash((token_id, *map(tuple, rows))) % 1000) / 8
 
 
 def _draw(rows: Rows, seed: int, choice_idx: int, position: int) -> int:

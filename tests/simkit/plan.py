@@ -42,6 +42,7 @@ class PlannedRequest:
         ends = f", leaves after {self.leaves_after_s:.3f} s" if self.leaves_after_s is not None else ""
         ends += f", stops choice 0 after {self.stops_after_s:.3f} s" if self.stops_after_s is not None else ""
         size = f"{len(spec.token_ids)} tokens, {spec.num_choices} choices of {spec.sampling.max_tokens}"
+        size += ", prompt logprobs" * (spec.num_prompt_logprobs is not None)
         return f"{self.at_s:.3f} request {spec.request_id}: {size}{ends}"
 
 
@@ -125,6 +126,7 @@ def _request(rng: random.Random, name: str, shape: Shape, prefixes: list[tuple[i
         rng.choice((1, 1, 1, 2, 3)),
         priority=rng.choice((0, 0, 1)),
         deadline_s=DEADLINE_S,
+        num_prompt_logprobs=random.Random(f"{name} {params.seed}").choice((None, None, None, 0)),
     )
     at_s = rng.uniform(FAULTS_START_S, FAULTS_END_S - 0.5)
     end = rng.random()

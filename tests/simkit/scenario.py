@@ -15,7 +15,7 @@ from router.core.events import ChoiceStopped, EndRequested, RequestSubmitted
 from router.core.generation import Failed, Finished, GenerationRequest
 from tests.simkit.cluster import Answer, SimCluster
 from tests.simkit.faults import Faults
-from tests.simkit.layered_engine import expected_output
+from tests.simkit.layered_engine import expected_logprobs, expected_output
 from tests.simkit.plan import (
     DEADLINE_S,
     FAULTS_END_S,
@@ -131,6 +131,11 @@ class Scenario:
     def _check_tokens(self, key: RequestId, answer: Answer) -> None:
         """What was delivered is what one process would have given; all of it when the answer is a success."""
         request = self.requests[key]
+        if request.num_prompt_logprobs is not None:
+            scores = expected_logprobs(request.token_ids)
+            is_success = isinstance(answer.end, Finished) and key not in self.ended_by_client
+            is_whole = is_success or bool(answer.tokens)
+            assert answer.prompt_logprobs == (scores if is_whole else scores[: len(answer.prompt_logprobs)]), key
         for choice_idx, output in answer.tokens.items():
             expected = expected_output(request.token_ids, request.sampling, choice_idx)
             assert output == expected[: len(output)], f"{key}/{choice_idx}: {output} instead of {expected}"

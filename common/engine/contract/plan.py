@@ -6,7 +6,7 @@ The scheduler decides *what* (which tokens, which blocks, which samples); the ru
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.values.request import SampledToken, SamplingParams, Work
+from common.values.request import PromptLogprobs, SampledToken, SamplingParams, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,18 @@ class SampleSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreSpec:
+    """Tell the logprobs of `token_ids`, prompt tokens at `start` and after, each by the logits of the token before it.
+
+    `num_top`: of so many of the most likely tokens besides.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """A run of consecutive tokens of one sequence.
 
@@ -40,6 +52,8 @@ class ScheduledSequence:
     has one entry for the last token and one for each draft, as if all drafts before it were right. A draft is accepted
     exactly if it is the token that is drawn at its position, so the output is the same with and without drafts. KV of
     what is not accepted is written over by the next step.
+
+    `scores`: prompt tokens that are scored by the logits of the new tokens before them; never by a row that is sampled.
     """
 
     sequence_id: int
@@ -48,6 +62,7 @@ class ScheduledSequence:
     block_tables: tuple[tuple[int, ...], ...]
     samples: tuple[SampleSpec, ...] = ()
     draft_token_ids: tuple[int, ...] = ()
+    scores: ScoreSpec | None = None
 
     def __post_init__(self) -> None:
         if self.draft_token_ids and len(self.samples) != 1 + len(self.draft_token_ids):
@@ -64,8 +79,22 @@ class ScheduledSequence:
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits that are wanted: of the last so many new tokens."""
+        """Rows of logits to sample from: of the last so many new tokens."""
         return 1 + len(self.draft_token_ids) if self.samples else 0
+
+    @property
+    def num_scored(self) -> int:
+        """Rows of logits that score prompt tokens; they come before those to sample from."""
+        return len(self.scores.token_ids) if self.scores is not None else 0
+
+    @property
+    def logit_rows(self) -> tuple[int, ...]:
+        """The new tokens whose logits are wanted, counted from 0, ascending."""
+        sampled = range(self.num_new - self.num_logits, self.num_new)
+        if self.scores is None:
+            return tuple(sampled)
+        first = self.scores.start - 1 - self.start
+        return (*range(first, first + self.num_scored), *sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +115,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SequenceResult:
-    """What was drawn. `error` is set, and `runs` empty, when the first row was not finite.
+    """What was drawn, and scored. `error` is set, and the rest empty, when a row was not finite.
 
     A run is what one choice goes on with: the accepted drafts and the token after them, so one token without drafts.
     It may reach beyond the choice's end, and it is shorter when the row after an accepted draft is not finite.
@@ -95,6 +124,7 @@ class SequenceResult:
     sequence_id: int
     runs: tuple[tuple[SampledToken, ...], ...] = ()  # per choice, in the order of the samples
     error: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def tokens(self) -> tuple[SampledToken, ...]:
@@ -104,7 +134,7 @@ class SequenceResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`results` has one entry per scheduled sequence that had samples, in the plan's order."""
+    """`results` has one entry per scheduled sequence that had samples or scores, in the plan's order."""
 
     step_id: int
     results: tuple[SequenceResult, ...]

@@ -1,7 +1,8 @@
 """The torch runner: turns a StepPlan into tensors, runs the model, samples. Owns the model and its KV cache."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -17,9 +18,10 @@ from common.engine.kv.fence import Fence
 from common.engine.model.decoder import Decoder
 from common.engine.sampling import SampleError, sample
 from common.engine.sampling.guided import Allowed, GuidedRows
+from common.engine.sampling.prompt_logprobs import prompt_logprobs
 from common.guided.masks import GrammarFailed, Masks
 from common.values.ranks import WHOLE, Rank
-from common.values.request import SampledToken
+from common.values.request import PromptLogprobs, SampledToken
 
 
 class ModelRunner:
@@ -58,8 +60,8 @@ class ModelRunner:
         spec = self._cache.spec
         batches = build_batches(sequences, len(spec.groups), spec.block_size, self._device.place)
         token_ids = self._int64([token_id for seq in sequences for token_id in seq.new_token_ids])
-        ends = accumulate(seq.num_new for seq in sequences)
-        rows = [row for seq, end in zip(sequences, ends, strict=True) for row in range(end - seq.num_logits, end)]
+        starts = accumulate((seq.num_new for seq in sequences[:-1]), initial=0)
+        rows = [start + row for seq, start in zip(sequences, starts, strict=True) for row in seq.logit_rows]
         sampled = [seq for seq in sequences if seq.samples and self.rank.rank == 0]
         specs = [spec for seq in sampled for spec in seq.samples]
         allowed = self._guided.start(specs)
@@ -70,7 +72,11 @@ class ModelRunner:
             hook = _marking(self._cache.fence, layer_hook) if self._cache.fence is not None else layer_hook
             by_layer = self._cache.by_layer(batches)
             logits = self._model.forward(token_ids, by_layer, self._cache.layers, self._int64(rows), hook)
-        return _sample(sampled, specs, logits, self._device.draws, allowed()) if sampled else ()
+        if self.rank.rank != 0:
+            return ()
+        scores, logits = _scored(sequences, logits)
+        results = _sample(sampled, specs, logits, self._device.draws, allowed()) if sampled else ()
+        return _with_scores(sequences, results, scores) if scores else results
 
     def _int64(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device.place)
@@ -142,6 +148,39 @@ def _pad_table(sequence: ScheduledSequence, group_idx: int, count: int, width: i
     if len(table) < count:
         raise ValueError(f"sequence {sequence.sequence_id}: {len(table)} blocks, {count} needed")
     return table[:count] + (0,) * (width - count)
+
+
+_Scores = Mapping[int, PromptLogprobs | SampleError]  # by sequence
+
+
+def _scored(sequences: Sequence[ScheduledSequence], logits: torch.Tensor) -> tuple[_Scores, torch.Tensor]:
+    """The scores of the sequences that want them, and the rows of logits that are left, to sample from."""
+    scores: dict[int, PromptLogprobs | SampleError] = {}
+    to_sample: list[int] = []
+    row = 0
+    for seq in sequences:
+        if seq.scores is not None:
+            scores[seq.sequence_id] = prompt_logprobs(logits[row : row + seq.num_scored], seq.scores)
+        row += seq.num_scored
+        to_sample += range(row, row + seq.num_logits)
+        row += seq.num_logits
+    return (scores, logits[to_sample]) if scores else (scores, logits)
+
+
+def _with_scores(
+    sequences: Sequence[ScheduledSequence], results: Sequence[SequenceResult], scores: _Scores
+) -> tuple[SequenceResult, ...]:
+    sampled = {result.sequence_id: result for result in results}
+    both = []
+    for seq in sequences:
+        result, score = sampled.get(seq.sequence_id), scores.get(seq.sequence_id)
+        if isinstance(score, SampleError):
+            result = SequenceResult(seq.sequence_id, error=score.reason)
+        elif score is not None and (result is None or result.error is None):
+            result = replace(result or SequenceResult(seq.sequence_id), prompt_logprobs=score)
+        if result is not None:
+            both.append(result)
+    return tuple(both)
 
 
 def _sample(

@@ -84,11 +84,9 @@ class BlockTables:
         return HashChain(root, block_hashes(work.token_ids, self.block_size, root))
 
     def match(self, hashes: HashChain, num_tokens: int) -> int:
-        """How many leading blocks of `num_tokens` tokens are cached, as far as later tokens read them.
-
-        Never that of the last token, whose logits must be computed.
-        """
-        num_blocks = (num_tokens - 1) // self.block_size
+        """How many leading blocks, of those that hold no more than `num_tokens` tokens, are cached, as far as later
+        tokens read them. The token after those is the first whose logits must be computed."""
+        num_blocks = num_tokens // self.block_size
         for group in self.groups:
             if not group.window:
                 num_blocks = len(group.pool.match_prefix(hashes.blocks[:num_blocks]))
@@ -128,7 +126,7 @@ class BlockTables:
         """Blocks for a sequence that has none, cached ones where there are; False when there are too few."""
         sequence.hashes.extend(sequence.token_ids, self.block_size)
         num_tokens = len(sequence.token_ids)
-        num_hit = self.match(sequence.hashes, num_tokens)
+        num_hit = self.match(sequence.hashes, sequence.num_reusable)
         tables = self.reserve(sequence.hashes, num_hit, num_tokens, RefKind.USED, num_running)
         if tables is None:
             return False

@@ -16,6 +16,10 @@ from common.engine.scheduling.step_rate import StepRate
 from common.values.config import WorkerConfig
 from common.values.request import Work
 
+# Prompt tokens of a step whose logprobs are told: the logits of a whole vocabulary are there for each of them at once
+# (256 of 150,000 in float32 are 154 MB).
+MAX_SCORED_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -63,6 +67,7 @@ class Scheduler:
         self._num_steps = 0
         self._num_sequences = 0
         self._num_left = 0  # tokens that the step being filled has room for
+        self._num_scores_left = 0  # and of those, tokens whose logprobs are told
         self._num_decoding = 0  # sequences of the step that compute one token after their last draw
 
     @property
@@ -108,11 +113,12 @@ class Scheduler:
             hashes=hashes,
             block_tables=block_tables,
             num_computed=num_computed,
+            num_scored=min(num_computed + 1, work.num_prompt_tokens),  # by whoever computed them
         )
         if block_tables:
             self.blocks.register_received(sequence)
         else:
-            sequence.num_cached_tokens = self.blocks.match(hashes, len(work.token_ids)) * self.blocks.block_size
+            sequence.num_cached_tokens = self.blocks.match(hashes, sequence.num_reusable) * self.blocks.block_size
         self._waiting.append(sequence)
         return sequence
 
@@ -128,6 +134,7 @@ class Scheduler:
             hashes=source.hashes.copy(),
             block_tables=self.blocks.share(source),
             num_computed=source.num_computed,
+            num_scored=source.num_scored,
         )
         self._waiting.append(fork)
         return fork
@@ -206,6 +213,9 @@ class Scheduler:
     def prefill(self, sequence: Sequence, max_tokens: int) -> int:
         """The next chunk of a prompt, as large as `max_tokens` and the step allow; how many tokens it has."""
         num_tokens = min(sequence.num_remaining, max_tokens, self._num_left)
+        if sequence.is_scoring:  # one token at least: a sequence that was admitted is computed
+            num_tokens = min(num_tokens, max(1, self._num_scores_left))
+            self._num_scores_left -= num_tokens
         num_tokens = self.blocks.num_writable(sequence, num_tokens)
         if num_tokens > 0:
             self._take(sequence, num_tokens)
@@ -232,6 +242,7 @@ class Scheduler:
 
     def _fill(self) -> None:
         self._num_left = self.limits.max_num_batched_tokens
+        self._num_scores_left = MAX_SCORED_TOKENS
         self._num_decoding = 0
         self._policy.fill(self)
 
@@ -267,6 +278,7 @@ class Scheduler:
         start = sequence.num_computed
         sequence.num_computed = start + num_tokens
         sequence.num_scheduled = 0
+        sequence.num_scored = max(sequence.num_scored, min(sequence.num_computed + 1, sequence.work.num_prompt_tokens))
         if is_trusted:
             self.blocks.register(sequence, start)
         else:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.engine.contract.plan import ScheduledSequence, sample_spec
+from common.engine.contract.plan import ScheduledSequence, ScoreSpec, sample_spec
 from common.values.hashing import extend_block_hashes
 from common.values.ids import BlockHash
 from common.values.request import SampledToken, TokenEvent, Work
@@ -60,6 +60,7 @@ class Sequence:
     num_cached_tokens: int = 0  # found in the prefix cache when it got its blocks; before that an estimate
     num_computed: int = 0  # tokens whose KV is in place; < len(token_ids) while it can be scheduled
     num_scheduled: int = 0  # tokens in the running step; 0 = not part of it
+    num_scored: int = 1  # leading prompt tokens whose logprobs are told, where they are wanted; the first has none
     num_overtaken: int = 0  # admissions of later sequences while this one found no blocks
     phase: SequencePhase = SequencePhase.WAITING
 
@@ -67,6 +68,16 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens to compute before the next one can be drawn; without blocks, as far as known."""
         return len(self.token_ids) - (self.num_computed if self.block_tables else self.num_cached_tokens)
+
+    @property
+    def is_scoring(self) -> bool:
+        """Logprobs of its prompt are wanted and not all are told."""
+        return self.work.num_prompt_logprobs is not None and self.num_scored < self.work.num_prompt_tokens
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens whose KV is enough: nobody wants their logits."""
+        return self.num_scored - 1 if self.is_scoring else len(self.token_ids) - 1
 
     @property
     def is_decoding(self) -> bool:
@@ -92,7 +103,15 @@ class Sequence:
             start=self.num_computed,
             block_tables=_as_planned(self.block_tables),
             samples=tuple(sample_spec(self.work, c, self.token_ids) for c in self.choices) if is_last else (),
+            scores=self._scores(end) if self.is_scoring else None,
         )
+
+    def _scores(self, end: int) -> ScoreSpec | None:
+        """Those of the tokens that follow the scheduled ones, up to the one at `end`."""
+        start, last = max(self.num_computed + 1, self.num_scored), min(end + 1, self.work.num_prompt_tokens)
+        if start >= last:
+            return None
+        return ScoreSpec(start, tuple(self.token_ids[start:last]), self.work.num_prompt_logprobs or 0)
 
     def __str__(self) -> str:
         choices = ",".join(map(str, self.choices))

@@ -229,6 +229,7 @@ class ConnectResponse(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     HANDOFF_REPORT_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    PROMPT_SCORED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerInfo: ...
     @_builtins.property
@@ -249,6 +250,8 @@ class ConnectResponse(_message.Message):
     def handoff_report(self) -> Global___HandoffReport: ...
     @_builtins.property
     def batch(self) -> Global___WorkerMessages: ...
+    @_builtins.property
+    def prompt_scored(self) -> Global___PromptScored: ...
     def __init__(
         self,
         *,
@@ -262,12 +265,13 @@ class ConnectResponse(_message.Message):
         stats: Global___WorkerStats | None = ...,
         handoff_report: Global___HandoffReport | None = ...,
         batch: Global___WorkerMessages | None = ...,
+        prompt_scored: Global___PromptScored | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_failed", b"attempt_failed", "batch", b"batch", "first_tokens", b"first_tokens", "granted", b"granted", "handoff_report", b"handoff_report", "hello", b"hello", "message", b"message", "refused", b"refused", "stats", b"stats", "token_batch", b"token_batch", "transfer_failed", b"transfer_failed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_failed", b"attempt_failed", "batch", b"batch", "first_tokens", b"first_tokens", "granted", b"granted", "handoff_report", b"handoff_report", "hello", b"hello", "message", b"message", "prompt_scored", b"prompt_scored", "refused", b"refused", "stats", b"stats", "token_batch", b"token_batch", "transfer_failed", b"transfer_failed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_failed", b"attempt_failed", "batch", b"batch", "first_tokens", b"first_tokens", "granted", b"granted", "handoff_report", b"handoff_report", "hello", b"hello", "message", b"message", "refused", b"refused", "stats", b"stats", "token_batch", b"token_batch", "transfer_failed", b"transfer_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_failed", b"attempt_failed", "batch", b"batch", "first_tokens", b"first_tokens", "granted", b"granted", "handoff_report", b"handoff_report", "hello", b"hello", "message", b"message", "prompt_scored", b"prompt_scored", "refused", b"refused", "stats", b"stats", "token_batch", b"token_batch", "transfer_failed", b"transfer_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "granted", "refused", "first_tokens", "token_batch", "transfer_failed", "attempt_failed", "stats", "handoff_report", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "granted", "refused", "first_tokens", "token_batch", "transfer_failed", "attempt_failed", "stats", "handoff_report", "batch", "prompt_scored"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -523,6 +527,7 @@ class Work(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """uint32 each, little-endian: a list of numbers would be copied one by one, on both sides."""
     num_prompt_tokens: _builtins.int
@@ -532,6 +537,10 @@ class Work(_message.Message):
     """Time left when the message was sent: clocks of two hosts are never compared."""
     tenant: _builtins.str
     """Whose request it is: waiting work is shared out fairly between tenants. Empty without API keys."""
+    num_prompt_logprobs: _builtins.int
+    """Of the prompt's own tokens and of so many of the most likely ones in their places. Absent = none are wanted, or the
+    router has them already.
+    """
     @_builtins.property
     def attempt_id(self) -> Global___AttemptId: ...
     @_builtins.property
@@ -550,12 +559,15 @@ class Work(_message.Message):
         cache_salt: _builtins.bytes = ...,
         deadline_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
+        num_prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "attempt_id", b"attempt_id", "num_prompt_logprobs", b"num_prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_s", b"deadline_s", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_s", b"deadline_s", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
 
 Global___Work: _TypeAlias = Work  # noqa: Y015
 
@@ -792,6 +804,56 @@ class TokenEvent(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
 
 Global___TokenEvent: _TypeAlias = TokenEvent  # noqa: Y015
+
+@_typing.final
+class PromptScored(_message.Message):
+    """Logprobs of consecutive prompt tokens, each given all before it. In order, without gaps, and before the attempt's first
+    tokens; the first token of a prompt has none.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    PREFILL_TRY_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    prefill_try: _builtins.int
+    """Prefill workers name the try they speak of."""
+    start: _builtins.int
+    """Position of the first token that is scored here."""
+    ranks: _builtins.bytes
+    """1 = no token was more likely. uint32 each, little-endian, as are the ids."""
+    top_ids: _builtins.bytes
+    """The most likely tokens in each place, best first: as many for each."""
+    @_builtins.property
+    def attempt_id(self) -> Global___AttemptId: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        attempt_id: Global___AttemptId | None = ...,
+        prefill_try: _builtins.int | None = ...,
+        start: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        ranks: _builtins.bytes = ...,
+        top_ids: _builtins.bytes = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try", "attempt_id", b"attempt_id", "prefill_try", b"prefill_try"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try", "attempt_id", b"attempt_id", "logprobs", b"logprobs", "prefill_try", b"prefill_try", "ranks", b"ranks", "start", b"start", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prefill_try: _TypeAlias = _typing.Literal["prefill_try"]  # noqa: Y015
+    _WhichOneofArgType__prefill_try: _TypeAlias = _typing.Literal["_prefill_try", b"_prefill_try"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_try) -> _WhichOneofReturnType__prefill_try | None: ...
+
+Global___PromptScored: _TypeAlias = PromptScored  # noqa: Y015
 
 @_typing.final
 class FirstTokens(_message.Message):

@@ -3,12 +3,14 @@
 from contextlib import aclosing
 
 from common.values.errors import WorkerFailed
+from common.values.request import PromptLogprobs
 from common.wire.pb import generation_pb2 as pb
 from router.core.generation import Accepted
 from router.front.frontend import Frontend
 from router.front.grpc.errors import Context
-from router.front.grpc.responses import accepted_pb, chunk_pb, echo_pb, finished_pb
+from router.front.grpc.responses import accepted_pb, add_prompt_logprobs, chunk_pb, echo_pb, finished_pb
 from router.front.output import Deltas, Summary, Update
+from router.front.scored_prompt import ScoredPrompt
 from router.request.validation import ValidRequest
 from router.text.calls.choice import joined_calls
 from router.text.choice_text import ChoiceDelta, ChoiceEnd
@@ -25,6 +27,7 @@ class GenerateCall:
         self._deltas: list[ChoiceDelta] = []
         self._ends: dict[int, ChoiceEnd] = {}
         self._echoed: set[int] = set()
+        self._prompt = ScoredPrompt(valid.generation.token_ids)
 
     async def run(self) -> None:
         try:
@@ -40,6 +43,8 @@ class GenerateCall:
         match update:
             case Accepted():
                 await self._write(accepted=accepted_pb(update))
+            case PromptLogprobs():
+                self._prompt.pieces.append(update)
             case Deltas():
                 for delta in update.deltas:
                     await self._take(delta)
@@ -65,11 +70,19 @@ class GenerateCall:
         index = delta.choice_idx
         if index not in self._echoed:
             self._echoed.add(index)
-            if self._valid.echo_text is not None:
-                prompt = self._valid.generation.token_ids
-                await self._write(chunk=echo_pb(index, prompt, self._valid.echo_text))
+            await self._write_prompt(index)
         num_logprobs = self._valid.generation.sampling.num_logprobs
         await self._write(chunk=chunk_pb(delta, num_logprobs, self._frontend.token_texts))
+
+    async def _write_prompt(self, index: int) -> None:
+        """As far as the client wants to have it back, or to know of it."""
+        text, num_top = self._valid.echo_text, self._valid.generation.num_prompt_logprobs
+        first = pb.TokenChunk(index=index) if text is None else echo_pb(index, self._prompt.token_ids, text)
+        if num_top is not None:
+            for chunk in add_prompt_logprobs(first, self._prompt, num_top, self._frontend.token_texts):
+                await self._write(chunk=chunk)
+        elif text is not None:
+            await self._write(chunk=first)
 
     async def _write(
         self,

@@ -1,7 +1,7 @@
 """Updates of a request, the model and the cluster as protobuf messages. Pure: no IO."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -10,6 +10,7 @@ from common.values.request import FinishReason, SampledToken
 from common.wire.pb import generation_pb2 as pb
 from router.core.generation import Accepted, RequestTimings
 from router.front.output import Summary
+from router.front.scored_prompt import ScoredPrompt, ScoredToken
 from router.front.service_protocol import ClusterState, WorkerView
 from router.request.served_model import ServedModel
 from router.text.choice_text import CallPart, ChoiceDelta, ChoiceEnd
@@ -55,6 +56,16 @@ def chunk_pb(delta: ChoiceDelta, num_logprobs: int | None, token_texts: TokenTex
 def echo_pb(index: int, token_ids: Sequence[int], text: str) -> pb.TokenChunk:
     """The prompt, before the first output of a choice."""
     return pb.TokenChunk(index=index, token_ids=token_ids, text=text)
+
+
+def add_prompt_logprobs(
+    first: pb.TokenChunk, prompt: ScoredPrompt, num_top: int, token_texts: TokenTexts
+) -> Iterator[pb.TokenChunk]:
+    """`first` with those of the first tokens, and as many more chunks as the others need."""
+    for part in prompt.parts():
+        first.prompt_logprobs.extend(_logprobs(token, num_top, token_texts) for token in part)
+        yield first
+        first = pb.TokenChunk(index=first.index)
 
 
 def finished_pb(index: int, end: ChoiceEnd, summary: Summary, *, has_timings: bool) -> pb.Finished:
@@ -143,7 +154,7 @@ def _worker(worker: WorkerView) -> pb.Worker:
     )
 
 
-def _logprobs(token: SampledToken, num_top: int, token_texts: TokenTexts) -> pb.TokenLogprobs:
+def _logprobs(token: SampledToken | ScoredToken, num_top: int, token_texts: TokenTexts) -> pb.TokenLogprobs:
     entry = pb.TokenLogprobs(token_id=token.token_id, token=token_texts.text(token.token_id), logprob=token.logprob)
     entry.top.extend(
         pb.TopLogprob(token_id=token_id, token=token_texts.text(token_id), logprob=logprob)

@@ -1,9 +1,10 @@
 """`/v1/completions` and `/v1/chat/completions`: from a body to an answer, whole or as a stream of events."""
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 from msgspec import UNSET
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from common.values.errors import RequestCancelled
 from common.values.ids import RequestId
+from common.values.request import PromptLogprobs
 from router.core.generation import Accepted
 from router.front.frontend import Frontend
 from router.front.http.gate import tenant_of
@@ -25,12 +27,14 @@ from router.front.openai.render import (
     Renderer,
     RenderOptions,
     WholeChoice,
+    prompt_logprobs_of,
 )
 from router.front.openai.requests import ChatBody, CompletionBody, GenerationBody
 from router.front.openai.responses import Answer
 from router.front.openai.specs import chat_spec, completion_specs
 from router.front.openai.usage import metrics_of, server_timing, usage_of, usage_of_counts
 from router.front.output import Deltas, Summary
+from router.front.scored_prompt import ScoredPrompt
 from router.request.spec import RequestSpec
 from router.request.validation import ValidRequest
 from router.tenants.tenants import Tenant
@@ -56,6 +60,7 @@ class _Job:
     renderer: Renderer
     body: GenerationBody
     requests: list[ValidRequest]
+    prompts: list[ScoredPrompt]
     tenant: Tenant
     accepted: Accepted | None = None  # the first
     num_cached_tokens: int = 0  # of all prompts accepted so far
@@ -75,8 +80,9 @@ class _Job:
         """Of each prompt."""
         return self.requests[0].generation.num_choices
 
-    def echo_text(self, index: int) -> str:
-        return self.requests[index // self.num_choices].echo_text or ""
+    def prompt(self, index: int) -> ScoredPrompt:
+        """That of a choice."""
+        return self.prompts[index // self.num_choices]
 
 
 class GenerationEndpoints:
@@ -91,14 +97,14 @@ class GenerationEndpoints:
     async def chat(self, request: Request) -> Response:
         body = parse_body(await read_json(request, self._settings.max_body_bytes), self._chat_decoder)
         spec = chat_spec(body, deadline_of(request))
-        has_reasoning = body.include_reasoning is not False
-        options = RenderOptions(bool(body.logprobs), body.top_logprobs or 0, bool(body.return_token_ids), has_reasoning)
+        options = _render_options(body, has_logprobs=bool(body.logprobs), num_top=body.top_logprobs)
+        options = replace(options, has_reasoning=body.include_reasoning is not False)
         return await self._answer(request, "chatcmpl", body, [spec], ChatRenderer(options, self._frontend.token_texts))
 
     async def completions(self, request: Request) -> Response:
         body = parse_body(await read_json(request, self._settings.max_body_bytes), self._completion_decoder)
         specs = completion_specs(body, deadline_of(request))
-        options = RenderOptions(body.logprobs is not None, body.logprobs or 0, bool(body.return_token_ids))
+        options = _render_options(body, has_logprobs=body.logprobs is not None, num_top=body.logprobs)
         renderer = CompletionRenderer(options, self._frontend.token_texts)
         return await self._answer(request, "cmpl", body, specs, renderer)
 
@@ -114,7 +120,8 @@ class GenerationEndpoints:
             await self._frontend.admit(spec, RequestId(prompt_id), tenant, trace_parent)
             for spec, prompt_id in zip(specs, ids, strict=True)
         ]
-        job = _Job(answer_id, int(time.time()), renderer, body, requests, tenant)
+        prompts = [await self._prompt_of(spec, valid) for spec, valid in zip(specs, requests, strict=True)]
+        job = _Job(answer_id, int(time.time()), renderer, body, requests, prompts, tenant)
         request_id = request_id_of(request)
         if body.stream:
             return EventStream(
@@ -126,22 +133,30 @@ class GenerationEndpoints:
         except ClientGone:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
+    async def _prompt_of(self, spec: RequestSpec, valid: ValidRequest) -> ScoredPrompt:
+        text, token_ids = valid.echo_text or "", valid.generation.token_ids
+        offsets = await self._frontend.prompt_offsets(token_ids, text) if spec.scores_echo else ()
+        return ScoredPrompt(token_ids, text, offsets)
+
     async def _whole(self, job: _Job, request_id: str) -> Response:
-        choices = [WholeChoice(index) for index in range(len(job.requests) * job.num_choices)]
-        for choice in choices:
-            choice.texts.append(job.echo_text(choice.index))
+        num_choices = len(job.requests) * job.num_choices
+        choices = [WholeChoice(index, job.prompt(index)) for index in range(num_choices)]
         summaries: list[Summary] = []
         async with self._frontend.run_all(job.requests) as updates:
             async for prompt_idx, update in updates:
                 match update:
                     case Accepted():
                         job.accept(update)
+                    case PromptLogprobs():
+                        job.prompts[prompt_idx].pieces.append(update)
                     case Deltas():
                         _check_not_aborted(update)
                         for delta in update.deltas:
                             choices[prompt_idx * job.num_choices + delta.choice_idx].add(delta)
                     case Summary():
                         summaries.append(update)
+        if any(prompt.pieces for prompt in job.prompts):  # perhaps ten thousands of numbers
+            return await asyncio.to_thread(self._whole_response, job, request_id, choices, summaries)
         return self._whole_response(job, request_id, choices, summaries)
 
     def _whole_response(
@@ -154,6 +169,9 @@ class GenerationEndpoints:
             answer.metrics = metrics_of(_slowest(summaries).timings, answer.usage.completion_tokens)
         if job.body.return_token_ids:
             answer.prompt_token_ids = list(job.requests[0].generation.token_ids)
+        if isinstance(job.renderer, ChatRenderer):
+            num_top = job.body.prompt_logprobs
+            answer.prompt_logprobs = prompt_logprobs_of(job.prompts[0], num_top, self._frontend.token_texts)
         headers = _headers(job, request_id) | {
             "x-pdserve-cached-tokens": str(answer.usage.prompt_tokens_details.cached_tokens),
             "server-timing": server_timing(_slowest(summaries).timings),
@@ -168,21 +186,30 @@ class GenerationEndpoints:
                 match update:
                     case Accepted():
                         job.accept(update)
+                    case PromptLogprobs():
+                        job.prompts[prompt_idx].pieces.append(update)
                     case Deltas():
                         first_index = prompt_idx * job.num_choices
-                        yield b"".join(self._chunk(job, first_index, delta, opened) for delta in update.deltas)
+                        for delta in update.deltas:
+                            for frame in self._opening(job, first_index + delta.choice_idx, opened):
+                                yield frame
+                        yield b"".join(self._chunk(job, first_index, delta) for delta in update.deltas)
                         _check_not_aborted(update)
                     case Summary():
                         summaries.append(update)
         yield self._last_frames(job, summaries)
 
-    def _chunk(self, job: _Job, first_index: int, delta: ChoiceDelta, opened: set[int]) -> bytes:
-        """The event for `delta`, after those that open the choice when it is the first."""
+    def _opening(self, job: _Job, index: int, opened: set[int]) -> Iterator[bytes]:
+        """The events before the first output of a choice."""
+        if index not in opened:
+            opened.add(index)
+            for choice in job.renderer.opening(index, job.prompt(index)):
+                yield self._frame(job, [choice])
+
+    def _chunk(self, job: _Job, first_index: int, delta: ChoiceDelta) -> bytes:
         index = first_index + delta.choice_idx
         job.num_completion_tokens += len(delta.tokens)
-        opening = [] if index in opened else job.renderer.opening(index, job.echo_text(index))
-        opened.add(index)
-        return b"".join(self._frame(job, [choice]) for choice in (*opening, *job.renderer.chunks(index, delta)))
+        return b"".join(self._frame(job, [choice]) for choice in job.renderer.chunks(index, delta, job.prompt(index)))
 
     def _last_frames(self, job: _Job, summaries: Sequence[Summary]) -> bytes:
         usage = usage_of(summaries)
@@ -204,6 +231,10 @@ class GenerationEndpoints:
 
     def _answer_of(self, job: _Job, kind: str, choices: list[AnyChoice]) -> Answer[AnyChoice]:
         return Answer(job.answer_id, kind, job.created, self._frontend.model.name, choices)
+
+
+def _render_options(body: GenerationBody, *, has_logprobs: bool, num_top: int | None) -> RenderOptions:
+    return RenderOptions(has_logprobs, num_top or 0, body.prompt_logprobs, bool(body.return_token_ids))
 
 
 def _headers(job: _Job, request_id: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 A `Renderer` per kind of endpoint; the rest of the HTTP front end does not know chats from completions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,11 +21,14 @@ from router.front.openai.responses import (
     CompletionLogprobs,
     FunctionCall,
     FunctionDelta,
+    PromptLogprob,
+    PromptTokens,
     TokenLogprob,
     ToolCall,
     ToolCallDelta,
     TopLogprob,
 )
+from router.front.scored_prompt import ScoredPrompt, ScoredToken
 from router.text.calls.choice import joined_calls
 from router.text.choice_text import CallPart, ChoiceDelta, ChoiceEnd
 from router.text.token_text import TokenTexts
@@ -40,6 +43,7 @@ class WholeChoice:
     """One choice of an answer that is sent at once: its parts so far."""
 
     index: int
+    prompt: ScoredPrompt
     texts: list[str] = field(default_factory=list)
     tokens: list[SampledToken] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -60,6 +64,7 @@ class WholeChoice:
 class RenderOptions:
     has_logprobs: bool = False
     num_top_logprobs: int = 0
+    num_prompt_logprobs: int | None = None
     return_token_ids: bool = False
     has_reasoning: bool = True
 
@@ -70,11 +75,11 @@ class Renderer(Protocol):
     whole_object: str
     chunk_object: str
 
-    def opening(self, index: int, echo_text: str) -> list[AnyChoice]:
+    def opening(self, index: int, prompt: ScoredPrompt) -> Iterator[AnyChoice]:
         """What comes before the first output of a streamed choice."""
         ...
 
-    def chunks(self, index: int, delta: ChoiceDelta) -> Sequence[AnyChoice]: ...
+    def chunks(self, index: int, delta: ChoiceDelta, prompt: ScoredPrompt) -> Sequence[AnyChoice]: ...
 
     def whole(self, choice: WholeChoice) -> AnyChoice: ...
 
@@ -87,10 +92,10 @@ class ChatRenderer:
         self._options = options
         self._token_texts = token_texts
 
-    def opening(self, index: int, echo_text: str) -> list[AnyChoice]:
-        return [ChatChunkChoice(index, ChatDelta(content="", role="assistant"), None, None)]
+    def opening(self, index: int, prompt: ScoredPrompt) -> Iterator[AnyChoice]:
+        yield ChatChunkChoice(index, ChatDelta(content="", role="assistant"), None, None)
 
-    def chunks(self, index: int, delta: ChoiceDelta) -> Sequence[ChatChunkChoice]:
+    def chunks(self, index: int, delta: ChoiceDelta, prompt: ScoredPrompt) -> Sequence[ChatChunkChoice]:
         """One for what is said, one for each piece of a call. The tokens go with the first, the end with the last.
 
         None where there is nothing to say: of a marker's tokens, unless the client wants to hear of every token.
@@ -160,14 +165,27 @@ class CompletionRenderer:
         self._options = options
         self._token_texts = token_texts
 
-    def opening(self, index: int, echo_text: str) -> list[AnyChoice]:
-        return [CompletionChoice(index, echo_text, None, None, None)] if echo_text else []
+    def opening(self, index: int, prompt: ScoredPrompt) -> Iterator[AnyChoice]:
+        if prompt.offsets and self._options.has_logprobs:
+            yield from self._scored_parts(index, prompt)
+        elif prompt.text:
+            yield CompletionChoice(index, prompt.text, None, None, None)
 
-    def chunks(self, index: int, delta: ChoiceDelta) -> Sequence[CompletionChoice]:
+    def _scored_parts(self, index: int, prompt: ScoredPrompt) -> Iterator[CompletionChoice]:
+        """The prompt in parts, each with the text of its tokens."""
+        begin, first = 0, 0
+        for part in prompt.parts():
+            after = first + len(part)
+            end = prompt.offsets[after] if after < len(prompt.offsets) else len(prompt.text)
+            logprobs = self._logprobs(part, prompt.offsets[first:after])
+            yield CompletionChoice(index, prompt.text[begin:end], logprobs, None, None)
+            begin, first = end, after
+
+    def chunks(self, index: int, delta: ChoiceDelta, prompt: ScoredPrompt) -> Sequence[CompletionChoice]:
         choice = CompletionChoice(
             index,
             delta.text,
-            self._logprobs(delta.tokens, delta.offsets),
+            self._logprobs(delta.tokens, _moved(delta.offsets, prompt)),
             finish_reason_of(delta.end),
             stop_reason_of(delta.end),
             token_ids_of(delta.tokens, self._options),
@@ -177,26 +195,63 @@ class CompletionRenderer:
     def whole(self, choice: WholeChoice) -> CompletionChoice:
         return CompletionChoice(
             choice.index,
-            "".join(choice.texts),
-            self._logprobs(choice.tokens, choice.offsets),
+            choice.prompt.text + "".join(choice.texts),
+            self._whole_logprobs(choice),
             finish_reason_of(choice.end),
             stop_reason_of(choice.end),
             token_ids_of(choice.tokens, self._options),
+            prompt_logprobs=prompt_logprobs_of(choice.prompt, self._options.num_prompt_logprobs, self._token_texts),
         )
 
-    def _logprobs(self, tokens: Sequence[SampledToken], offsets: Sequence[int]) -> CompletionLogprobs | None:
+    def _whole_logprobs(self, choice: WholeChoice) -> CompletionLogprobs | None:
+        offsets = _moved(choice.offsets, choice.prompt)
+        if not (choice.prompt.offsets and self._options.has_logprobs):
+            return self._logprobs(choice.tokens, offsets)
+        return self._logprobs([*choice.prompt.tokens(), *choice.tokens], [*choice.prompt.offsets, *offsets])
+
+    def _logprobs(
+        self, tokens: Sequence[SampledToken | ScoredToken], offsets: Sequence[int]
+    ) -> CompletionLogprobs | None:
         if not self._options.has_logprobs:
             return None
         texts = [self._token_texts.text(token.token_id) for token in tokens]
-        logprobs = [_finite(token.logprob) for token in tokens]
+        logprobs = [None if _is_first(token) else _finite(token.logprob) for token in tokens]
         return CompletionLogprobs(texts, logprobs, self._top_logprobs(tokens), list(offsets))
 
-    def _top_logprobs(self, tokens: Sequence[SampledToken]) -> list[dict[str, float]] | None:
+    def _top_logprobs(self, tokens: Sequence[SampledToken | ScoredToken]) -> list[dict[str, float] | None] | None:
         num_top = self._options.num_top_logprobs
         if num_top == 0:
             return None
         text = self._token_texts.text
-        return [{text(token_id): _finite(logprob) for token_id, logprob in token.top[:num_top]} for token in tokens]
+        return [
+            None if _is_first(token) else {text(each): _finite(logprob) for each, logprob in token.top[:num_top]}
+            for token in tokens
+        ]
+
+
+def prompt_logprobs_of(prompt: ScoredPrompt, num_top: int | None, token_texts: TokenTexts) -> PromptTokens | UnsetType:
+    """vLLM's form of a prompt's logprobs, where they are asked for."""
+    if num_top is None:
+        return UNSET
+    tokens: PromptTokens = []
+    for token in prompt.tokens():
+        best = {
+            token_id: PromptLogprob(_finite(logprob), rank, token_texts.text(token_id))
+            for rank, (token_id, logprob) in enumerate(token.top[:num_top], 1)
+        }
+        own = PromptLogprob(_finite(token.logprob), token.rank, token_texts.text(token.token_id))
+        tokens.append(None if _is_first(token) else {token.token_id: own, **best})
+    return tokens
+
+
+def _is_first(token: SampledToken | ScoredToken) -> bool:
+    """Of a prompt: nothing comes before it that could make it likely."""
+    return isinstance(token, ScoredToken) and token.logprob is None
+
+
+def _moved(offsets: Sequence[int], prompt: ScoredPrompt) -> list[int]:
+    """Places in the output as places in the text that begins with the prompt."""
+    return [len(prompt.text) + offset for offset in offsets]
 
 
 def finish_reason_of(end: ChoiceEnd | None) -> str | None:

@@ -51,7 +51,6 @@ class GenerationBody(Stated, forbid_unknown_fields=True, kw_only=True):
     best_of: NotOffered = None
     documents: NotOffered = None
     length_penalty: NotOffered = None
-    prompt_logprobs: NotOffered = None
     request_id: NotOffered = None
     return_tokens_as_token_ids: NotOffered = None
     service_tier: NotOffered = None
@@ -75,6 +74,7 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: Annotated[str | list[Any], msgspec.Meta(extra_json_schema={"anyOf": _PROMPTS})]
+    max_tokens: Annotated[int, within(0)] | None = None
     logprobs: Annotated[int, within(0, limits.MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None

@@ -1,7 +1,7 @@
 """Answers of the OpenAI API as typed structures. Pure data: `router.front.openai.render` fills them.
 
 A field that is UNSET is left out; None is written as null. Extensions that clients of vLLM know: `stop_reason`,
-`token_ids`, `prompt_token_ids`, `metrics`.
+`token_ids`, `prompt_token_ids`, `prompt_logprobs`, `metrics`.
 """
 
 from typing import Generic, Literal, TypeVar
@@ -60,10 +60,24 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
+    """Of a prompt's first token there is nothing."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct):
+    """As vLLM names it. `rank` 1: no token was more likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# Of each prompt token, by token id: its own and those of the most likely tokens; null for the first.
+PromptTokens = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct):
@@ -76,6 +90,7 @@ class CompletionChoice(msgspec.Struct):
     stop_reason: str | int | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptTokens | UnsetType = UNSET
 
 
 class FunctionCall(msgspec.Struct):
@@ -155,6 +170,7 @@ class Answer(msgspec.Struct, Generic[ChoiceT]):
     choices: list[ChoiceT]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptTokens | UnsetType = UNSET
     metrics: RequestMetrics | UnsetType = UNSET
     system_fingerprint: None = None
 

@@ -1,6 +1,6 @@
 """What a body of the OpenAI API asks for, as a `RequestSpec`. Pure: no IO. Ranges are left to `validation`."""
 
-from common.values.errors import InvalidRequest, Unsupported
+from common.values.errors import InvalidRequest
 from router.front.openai.constraints import constraint_of
 from router.front.openai.fields import refuse_unsupported
 from router.front.openai.prompts import chat_prompt, prompts_of
@@ -15,8 +15,6 @@ def completion_specs(body: CompletionBody, deadline_s: float | None) -> list[Req
     """One request per prompt."""
     refuse_unsupported(body)
     _check_stream_options(body)
-    if body.echo and body.logprobs is not None:
-        raise Unsupported("echo together with logprobs is not supported yet", param="echo")
     return [
         RequestSpec(
             prompt=prompt,
@@ -26,6 +24,7 @@ def completion_specs(body: CompletionBody, deadline_s: float | None) -> list[Req
             deadline_s=deadline_s,
             constraint=constraint_of(body),
             echo=bool(body.echo),
+            scores_echo=bool(body.echo) and body.logprobs is not None,
             api_names=_API_NAMES,
         )
         for prompt in prompts_of(body)
@@ -54,6 +53,8 @@ def chat_spec(body: ChatBody, deadline_s: float | None) -> RequestSpec:
 
 
 def _check_stream_options(body: GenerationBody) -> None:
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs is not available with stream", param="prompt_logprobs")
     if body.stream_options is None:
         return
     if not body.stream:

@@ -17,6 +17,7 @@ from common.values.messages import (
     Granted,
     HandoffReport,
     Prefill,
+    PromptScored,
     Refused,
     Reserve,
     Role,
@@ -34,6 +35,7 @@ from common.values.request import (
     Fingerprint,
     FinishReason,
     KvChunkTiming,
+    PromptLogprobs,
     SampledToken,
     SamplingParams,
     TokenEvent,
@@ -72,6 +74,7 @@ WORK = Work(
     cache_salt=b"\x00tenant",
     deadline_s=12.5,
     tenant="acme",
+    num_prompt_logprobs=3,
 )
 KV_CHUNK = KvChunkTiming(0.25, 0, 4, 64)
 TOKENS = (
@@ -102,6 +105,7 @@ WORKER_MESSAGES: list[WorkerMessage] = [
     ),
     Granted(ATTEMPT, 48, is_local=True),
     Refused(ATTEMPT, "too long", is_retryable=True, prefill_try=7),
+    PromptScored(ATTEMPT, PromptLogprobs(7, (-0.5, -2.25), (1, 70_000), (5, 9), (-0.5, -0.125)), 2),
     FirstTokens(ATTEMPT, 1, TOKENS, 0.25, 0.5, 32, (ChunkTiming(0.1, 0.2, 64), ChunkTiming(0.2, 0.3, 5))),
     TokenBatch((AttemptTokens(ATTEMPT, TOKENS), AttemptTokens(AttemptId(RequestId("b"), 0), TOKENS[:1]))),
     HandoffReport(ATTEMPT, 2**40, 30, 0.5, 0.125, 0.25, 16, is_local=True, local_prefill_s=0.75, chunks=(KV_CHUNK,)),

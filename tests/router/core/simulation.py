@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from common.values.errors import RequestCancelled
 from common.values.messages import WorkerMessage, WorkerStats
-from common.values.request import SamplingParams
+from common.values.request import PromptLogprobs, SamplingParams
 from router.core.core import RouterCore
 from router.core.events import (
     ChoiceStopped,
@@ -68,6 +68,7 @@ class Simulation:
         num_choices, priority = self.rng.choice((1, 1, 1, 3)), self.rng.randint(0, 2)
         spec = request(name, self.rng.randint(1, 80), num_choices=num_choices, priority=priority, deadline_s=600.0)
         spec = replace(spec, sampling=sampling, token_ids=tuple(self.rng.randrange(60) for _ in spec.token_ids))
+        spec = replace(spec, num_prompt_logprobs=random.Random(name).choice((None, None, 0)))
         self.submit(spec)
         return spec
 
@@ -209,6 +210,15 @@ class Simulation:
         mine = [event for event in events if event.choice_idx == choice]
         assert [event.position for event in mine] == list(range(len(mine)))
         return [event.token.token_id for event in mine]
+
+    def prompt_logprobs(self, request_id: str) -> list[float]:
+        """Delivered ones; asserts that positions have no gap and no repeat, and that all come before the tokens."""
+        events = self.delivered[request_id]
+        scores = [event for event in events if isinstance(event, PromptLogprobs)]
+        assert [event.start for event in scores] == [1, *(event.end for event in scores)][: len(scores)]
+        kinds = [type(event) for event in events if isinstance(event, PromptLogprobs | Tokens)]
+        assert PromptLogprobs not in kinds[len(scores) :]
+        return [logprob for event in scores for logprob in event.logprobs]
 
     def last(self, request_id: str) -> GenerationEvent | None:
         return self.delivered[request_id][-1] if self.delivered[request_id] else None

@@ -2,10 +2,10 @@
 
 import pytest
 
-from router.core.generation import Failed, Finished
+from router.core.generation import Failed, Finished, Tokens
 from router.core.router_limits import RouterLimits
 from tests.router.core.simulation import Simulation
-from tests.router.fake_workers import expected_output
+from tests.router.fake_workers import expected_output, logprob_at
 
 NUM_REQUESTS = 30
 
@@ -17,6 +17,11 @@ def check_outcome(sim: Simulation, cancelled: set[str]) -> None:
             assert isinstance(last, Finished | Failed)
         else:
             assert isinstance(last, Finished), f"{request_id}: {last}"
+        if spec.num_prompt_logprobs is not None:
+            scores = [logprob_at(spec.token_ids, position) for position in range(1, len(spec.token_ids))]
+            has_tokens = any(isinstance(event, Tokens) for event in sim.delivered[request_id])
+            found = sim.prompt_logprobs(request_id)
+            assert found == (scores if has_tokens else scores[: len(found)])
         for choice in range(spec.num_choices):
             output, expected = sim.output(request_id, choice), expected_output(spec, choice)
             if isinstance(last, Failed) or (request_id, choice) in sim.stopped_choices:

@@ -15,12 +15,13 @@ from common.values.messages import (
     Granted,
     HandoffReport,
     Prefill,
+    PromptScored,
     Refused,
     Reserve,
     TokenBatch,
     TransferFailed,
 )
-from common.values.request import FinishReason
+from common.values.request import FinishReason, PromptLogprobs
 from router.core import transitions
 from router.core.events import ChoiceStopped, EndRequested, PrefixFound, PrefixKey, RequestSubmitted, WorkerLost
 from router.core.request_state import AttemptPhase, RequestState
@@ -42,6 +43,7 @@ MESSAGES: dict[type, Any] = {
     Granted: Granted(ID, 0, is_local=False),
     Refused: Refused(ID, "no room", is_retryable=True, prefill_try=0),
     HandoffReport: HandoffReport(ID, 4096, 2, 0.2, 0.05, 0.01, 0, is_local=False),
+    PromptScored: PromptScored(ID, PromptLogprobs(1, (-0.5,) * 62, (1,) * 62), 0),
     AttemptTokens: AttemptTokens(ID, (token(0), token(1))),
     TransferFailed: TransferFailed(ID, 0, "link lost"),
     AttemptFailed: AttemptFailed(ID, "step failed", is_retryable=True, prefill_try=0),
@@ -106,6 +108,7 @@ DECODE_OUTCOMES = {
     (HandoffReport, Phase.PREFILLING): "decoding",
     (HandoffReport, Phase.LOCAL): "decoding",
     (HandoffReport, Phase.DECODING): "decoding",
+    (PromptScored, Phase.LOCAL): "local",
     (AttemptTokens, Phase.GRANTED): "decoding",
     (AttemptTokens, Phase.PREFILLING): "decoding",
     (AttemptTokens, Phase.LOCAL): "decoding",
@@ -124,6 +127,7 @@ DECODE_OUTCOMES = {
     (WorkerLost, Phase.DECODING): "reserving, Reserve d1",
 }
 PREFILL_OUTCOMES = {
+    (PromptScored, Phase.PREFILLING): "prefilling",
     (FirstTokens, Phase.PREFILLING): "prefilling",
     (FirstTokens, Phase.DECODING): "decoding",
     (Refused, Phase.PREFILLING): "prefilling, Prefill p1",

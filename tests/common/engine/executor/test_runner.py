@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, draft_specs
+from common.engine.contract.plan import SampleSpec, ScheduledSequence, ScoreSpec, SequenceResult, StepPlan, draft_specs
 from common.engine.executor.runner import build_batches
 from common.engine.loading import LoadedModel, load_model
 from common.engine.model.decoder import Decoder
@@ -18,6 +18,7 @@ from tests.caches import blocks_hold, fill, fill_block
 from tests.common.engine.drive import Generation, blocks_for, run_all
 from tests.interpreter import import_triton_interpreted
 from tests.one_process import generate, generate_tokens
+from tests.reference_model import load_reference
 from tests.tiny_model import TinyModel, write_tiny_model
 
 import_triton_interpreted()
@@ -88,6 +89,60 @@ def test_logprobs_equal_one_process(loaded: LoadedModel, model_path: Path) -> No
         for ours, other in zip(generation.tokens, expected, strict=True):
             assert ours.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert [token_id for token_id, _ in ours.top] == [token_id for token_id, _ in other.top]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_a_prompts_logprobs_in_any_chunking_equal_one_process(
+    loaded: LoadedModel, model_path: Path, chunk: int
+) -> None:
+    """Beside sequences that want none: chunks without a sample, and one that samples."""
+    reference = load_reference(model_path)
+    prompt, beside = PROMPTS[2], Generation(PROMPTS[4], GREEDY, (50, 51, 52, 53))
+    expected = reference.forward(prompt, reference.new_past()).log_softmax(1)
+    logprobs, tops, token = [], [], None
+    for start in range(0, len(prompt), chunk):
+        new = tuple(prompt[start : start + chunk])
+        scores = ScoreSpec(start + 1, tuple(prompt[start + 1 : start + 1 + chunk]), 2)
+        is_last = start + len(new) == len(prompt)
+        sequence = ScheduledSequence(
+            7,
+            new,
+            start,
+            ((1, 2, 3, 4, 5),),
+            (SampleSpec(0, 0, GREEDY),) if is_last else (),
+            scores=scores if scores.token_ids else None,
+        )
+        others = [] if beside.has_ended else [beside.schedule(9, 3)]
+        for result in loaded.runner.run(StepPlan(start, (*others, sequence))).results:
+            if result.sequence_id == 9:
+                beside.accept(result)
+                continue
+            token = result.tokens[0].token_id if result.runs else None
+            if (found := result.prompt_logprobs) is not None:
+                assert found.start == start + 1
+                logprobs += found.logprobs
+                tops += [found.top(position)[0][0] for position in range(found.start, found.end)]
+    assert logprobs == pytest.approx(
+        [expected[at, token_id].item() for at, token_id in enumerate(prompt[1:])], abs=1e-4
+    )
+    assert tops == expected[:-1].argmax(1).tolist()
+    assert token == generate(model_path, prompt, GREEDY)[0][0]
+    run_all(loaded.runner, [beside], 64)
+    assert [beside.output] == generate(model_path, beside.prompt, GREEDY)
+
+
+def test_a_prompt_that_cannot_be_scored_has_an_error_and_no_token(loaded: LoadedModel) -> None:
+    fill_block(loaded.cache, 1, torch.nan)
+    sample = (SampleSpec(0, 0, GREEDY),)
+    sequences = (
+        ScheduledSequence(1, (5, 6), 8, ((1, 2),), sample, scores=ScoreSpec(9, (6,), 0)),
+        ScheduledSequence(2, (5, 6), 0, ((3,),), sample),
+        ScheduledSequence(3, (5, 6), 8, ((1, 4),), scores=ScoreSpec(9, (6, 7), 0)),
+    )
+    damaged, healthy, unsampled = loaded.runner.run(StepPlan(0, sequences)).results
+    assert damaged == SequenceResult(1, error="logits are not finite")
+    assert healthy.error is None and healthy.runs and healthy.prompt_logprobs is None
+    assert unsampled == SequenceResult(3, error="logits are not finite")
 
 
 def test_several_samples_of_one_sequence_are_the_choices_first_tokens(loaded: LoadedModel, model_path: Path) -> None:
