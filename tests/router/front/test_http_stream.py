@@ -235,6 +235,11 @@ async def test_an_aborted_answer_ends_with_an_error_and_not_with_a_word_that_ope
 
         reading = asyncio.ensure_future(read())
         await in_flight(rig.frontend, 1)
+
+        async def has_come() -> bool:
+            return not stream or "".join(texts) == "abc"
+
+        await until(has_come)
         service = rig.frontend.service
         assert isinstance(service, ScriptedService)
         assert rig.frontend.in_flight.abort(service.submitted[0].request_id, "")
