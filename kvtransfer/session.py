@@ -10,6 +10,7 @@ import grpc
 import torch
 
 from common.engine.kv.cache import KVCache
+from common.engine.kv.sharded import KVShards
 from common.tls.identity import Component, Identity
 from common.values.errors import PeerError
 from common.values.ids import WorkerRef
@@ -32,7 +33,7 @@ class SessionSettings:
 
     ref: WorkerRef
     fingerprint: Fingerprint
-    cache: KVCache
+    cache: KVCache | KVShards
     rank: Rank = WHOLE  # of the process that these sessions are of
     host: str = "127.0.0.1"
     transport: str = "gloo"

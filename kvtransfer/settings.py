@@ -10,7 +10,7 @@ from kvtransfer.session import SessionSettings
 
 def chunk_planner(config: WorkerConfig, loaded: LoadedModel) -> ChunkPlanner:
     """How this model's KV is cut; both sides of a pair must come to the same sizes."""
-    return ChunkPlanner(loaded.cache.spec, config.min_chunk_bytes)
+    return ChunkPlanner(loaded.handoff_cache.spec, config.min_chunk_bytes)
 
 
 def session_settings(config: WorkerConfig, loaded: LoadedModel, ref: WorkerRef) -> SessionSettings:
@@ -18,8 +18,7 @@ def session_settings(config: WorkerConfig, loaded: LoadedModel, ref: WorkerRef) 
     return SessionSettings(
         ref=ref,
         fingerprint=loaded.fingerprint,
-        cache=loaded.cache,
-        rank=loaded.runner.rank,
+        cache=loaded.handoff_cache,  # of all ranks: a pair of workers has one link, whatever their widths
         host=config.host,
         transport=config.transport,
         digest=config.digest,

@@ -70,14 +70,17 @@ class WorkerSettings(BaseModel):
     num_blocks: int = Field(
         0, ge=0, description="KV blocks of each group of layers; 0 = as many as kv_cache_bytes holds"
     )
-    kv_cache_bytes: int = Field(512 << 20, ge=1, description="memory for the KV cache")
+    kv_cache_bytes: int = Field(512 << 20, ge=1, description="memory for the KV cache, of each rank")
     max_num_seqs: int = Field(32, ge=1, description="sequences in one decode step")
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one step (chunk size)")
     max_num_waiting: int = Field(256, ge=0, description="requests a worker queues before it refuses")
     gap_budget_s: float = Field(
         0.05, ge=0, description="a decode step takes no more prompt tokens than end within it; 0 = as many as fit"
     )
-    num_threads: int = Field(0, ge=0, description="compute threads; 0 = torch's choice")
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=64, description="processes that a worker splits its model over, on one machine; on CPUs"
+    )
+    num_threads: int = Field(0, ge=0, description="compute threads, of all ranks together; 0 = torch's choice")
     cpus: str = Field(
         "",
         pattern=r"^(\d+(-\d+)?(,\d+(-\d+)?)*)?$",

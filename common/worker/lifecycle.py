@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -133,6 +133,7 @@ async def run_worker(config: WorkerConfig, control: WorkerControl, build_of: Bui
             await say_redis(config.redis_url, config.namespace)
         async with shown_loading(config) as progress:
             loaded = await asyncio.to_thread(load_model, config, progress)
+        stack.callback(loaded.close)
         metrics = Metrics(loaded.served_name, config.role, config.worker_id)
         metrics.inc("pdserve_model_loads")
         endpoint = metrics.serve(config.host, config.metrics_port)
@@ -234,8 +235,16 @@ def _build(
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: _on_loop_exception(role, loop, context))
     stack.callback(loop.set_exception_handler, None)
+    if (others := context.loaded.others) is not None:
+        stack.callback(others.on_lost(lambda error: _fail_in_loop(loop, role, error)))
     _add_to_server(context.streams, context.server)
     return presence, role
+
+
+def _fail_in_loop(loop: asyncio.AbstractEventLoop, role: RoleWorker, error: BaseException) -> None:
+    """From any thread: no step of the role can end any more."""
+    with suppress(RuntimeError):  # the loop has ended, and the role with it
+        loop.call_soon_threadsafe(role.fail, error)
 
 
 def _on_loop_exception(role: RoleWorker, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -19,6 +19,8 @@ import torch
 
 from common.engine.contract.kv_spec import KVGroup
 from common.engine.kv.cache import KVCache
+from common.engine.kv.sharded import KVShards
+from common.values.ranks import ranks_of
 from kvtransfer.events import Chunk
 
 # Copies `columns` of the rows of some slots between a plane and a part of a chunk's data, as `gather_rows` and
@@ -41,9 +43,9 @@ class KVPacker(Protocol):
         ...
 
 
-def kv_packer(cache: KVCache) -> KVPacker:
+def kv_packer(cache: KVCache | KVShards) -> KVPacker:
     """Access to `cache`, which must stay alive."""
-    if cache.device.type == "cpu":
+    if isinstance(cache, KVShards) or cache.device.type == "cpu":
         return NumpyKVPacker(cache)
     from common.engine.devices.triton.chunk import gather_rows, scatter_rows  # imports triton
 
@@ -51,15 +53,19 @@ def kv_packer(cache: KVCache) -> KVPacker:
 
 
 class NumpyKVPacker:
-    """A cache in CPU memory."""
+    """A cache in CPU memory, or those of several ranks as if they were one: a shard is where its rank has it."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache | KVShards) -> None:
         self._cache = cache
-        self._planes = [[plane.numpy() for plane in planes] for planes in _planes_as_bytes(cache)]
+        caches = cache.caches if isinstance(cache, KVShards) else (cache,)
+        self._holders = [
+            (rank, [[plane.numpy() for plane in planes] for planes in _planes_as_bytes(of_rank)])
+            for rank, of_rank in zip(ranks_of(len(caches)), caches, strict=True)
+        ]
 
     def gather(self, chunk: Chunk, block_table: tuple[int, ...], out: torch.Tensor) -> None:
         slots = _slots(self._cache, chunk, block_table)
-        for plane, columns, part in self._parts(chunk, out):
+        for plane, columns, part in self._parts(chunk, out, is_each_once=True):
             rows, at, target = _wide_items(plane, columns, part)
             for layer_rows, layer_target in zip(rows, target, strict=True):
                 if layer_target.shape[1] == layer_rows.shape[1]:
@@ -70,7 +76,7 @@ class NumpyKVPacker:
 
     def scatter(self, chunk: Chunk, block_table: tuple[int, ...], data: torch.Tensor) -> None:
         slots = _slots(self._cache, chunk, block_table)
-        for plane, columns, part in self._parts(chunk, data):
+        for plane, columns, part in self._parts(chunk, data, is_each_once=False):
             rows, at, source = _wide_items(plane, columns, part)
             for layer_rows, layer_source in zip(rows, source, strict=True):
                 if layer_source.shape[1] == layer_rows.shape[1]:
@@ -79,10 +85,19 @@ class NumpyKVPacker:
                     layer_rows[slots, at] = layer_source
 
     def _parts(
-        self, chunk: Chunk, data: torch.Tensor
+        self, chunk: Chunk, data: torch.Tensor, *, is_each_once: bool
     ) -> Iterator[tuple[npt.NDArray[np.uint8], slice, npt.NDArray[np.uint8]]]:
-        group = self._cache.spec.groups[chunk.group_idx]
-        return _parts(group, self._planes[chunk.group_idx], chunk, data.numpy())
+        """As `_parts`, of each rank; `is_each_once`: a shard that several ranks hold, of the first of them alone."""
+        group, done = self._cache.spec.groups[chunk.group_idx], chunk.shard_start
+        wholes = [plane.row_bytes for plane in group.planes]
+        for rank, groups in self._holders:
+            held = group.held(rank)
+            first, last = max(held.start, done), min(held.stop, chunk.shard_end)
+            if first >= last:
+                continue
+            shards = range(first, last)
+            yield from _parts_of(group, held, shards, wholes, groups[chunk.group_idx], chunk, data.numpy())
+            done = last if is_each_once else done
 
 
 class DeviceKVPacker:
@@ -143,14 +158,32 @@ def _parts(group: KVGroup, planes: Sequence[Bytes], chunk: Chunk, data: Bytes) -
     """Per plane of a chunk: its rows [layers, num_slots, row_bytes], the bytes of a row that the chunk has, and where
     in `data` they are: [layers, tokens, those bytes].
     """
+    wholes = [plane.row_bytes for plane in group.planes]
+    shards = range(chunk.shard_start, chunk.shard_end)
+    return _parts_of(group, range(group.num_shards), shards, wholes, planes, chunk, data)
+
+
+def _parts_of(
+    group: KVGroup,
+    held: range,
+    shards: range,
+    row_bytes: Sequence[int],
+    planes: Sequence[Bytes],
+    chunk: Chunk,
+    data: Bytes,
+) -> Iterator[tuple[Bytes, slice, Bytes]]:
+    """Of some `shards` of the chunk, in planes whose rows have those `held`. `row_bytes`: per plane, of whole rows."""
     num_layers, num_tokens = chunk.layer_end - chunk.layer_start, chunk.token_end - chunk.token_start
     done = 0
-    for memory in planes:
-        shard_bytes = memory.shape[2] // group.num_shards
-        columns = slice(chunk.shard_start * shard_bytes, chunk.shard_end * shard_bytes)
-        end = done + num_layers * num_tokens * (columns.stop - columns.start)
+    for memory, whole in zip(planes, row_bytes, strict=True):
+        size = whole // group.num_shards
+        columns = slice((shards.start - held.start) * size, (shards.stop - held.start) * size)
+        width = (chunk.shard_end - chunk.shard_start) * size
+        end = done + num_layers * num_tokens * width
         rows = memory[chunk.layer_start : chunk.layer_end]
-        yield rows, columns, data[done:end].reshape(num_layers, num_tokens, columns.stop - columns.start)
+        part = data[done:end].reshape(num_layers, num_tokens, width)
+        at = slice((shards.start - chunk.shard_start) * size, (shards.stop - chunk.shard_start) * size)
+        yield rows, columns, part[:, :, at]
         done = end
     assert done == len(data), f"expected {done} bytes of data, got {len(data)}"
 
@@ -165,7 +198,7 @@ def _wide_items(
     return plane.view(item), at, part.view(item)
 
 
-def _slots(cache: KVCache, chunk: Chunk, block_table: tuple[int, ...]) -> npt.NDArray[np.int64]:
+def _slots(cache: KVCache | KVShards, chunk: Chunk, block_table: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """[num_tokens] slot of each of the chunk's tokens."""
     block_size = cache.block_size
     first_block = chunk.token_start // block_size

@@ -15,9 +15,9 @@ import torch
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checkpoint.demo_model import fetch_demo_model
+from common.engine.contract.executor import Runner
 from common.engine.contract.plan import SampleSpec, ScheduledSequence, StepPlan
 from common.engine.devices.cpu.native.build import SWITCH
-from common.engine.executor.runner import ModelRunner
 from common.engine.loading import load_model
 from common.values.config import ModelConfig, Quantization, WorkerConfig
 from common.values.request import SamplingParams
@@ -65,7 +65,7 @@ def run(
 
 def load_runner(
     checkpoint: Checkpoint, dtype: torch.dtype, *, native: bool = True, quantization: Quantization = "none"
-) -> ModelRunner:
+) -> Runner:
     """An engine whose cache holds numbers everywhere."""
     before = os.environ.get(SWITCH, "1")
     os.environ[SWITCH] = before if native else "0"
@@ -117,11 +117,11 @@ def _measure_dtype(
     return rows
 
 
-def _sides(work: Work, runners: Mapping[str, ModelRunner], plain: PlainLoop) -> dict[str, Callable[[], float | None]]:
+def _sides(work: Work, runners: Mapping[str, Runner], plain: PlainLoop) -> dict[str, Callable[[], float | None]]:
     """What to call for one round of each side. A call may answer the seconds itself, when it ran elsewhere."""
     plan = step_plan(work)
 
-    def ours(runner: ModelRunner) -> Callable[[], float | None]:
+    def ours(runner: Runner) -> Callable[[], float | None]:
         return lambda: discard(runner.run(plan))
 
     kv = plain.new_cache(work.batch, CONTEXT + 1) if work.kind == "decode" else None

@@ -12,7 +12,7 @@ import torch
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checkpoint.demo_model import fetch_demo_model
-from common.engine.executor.runner import ModelRunner
+from common.engine.contract.executor import Runner
 from common.values.config import Quantization
 from tests.bench import llama_peer, vllm_peer
 from tests.bench.engine_bench import Work, discard, load_runner, step_plan
@@ -71,7 +71,7 @@ def _own(checkpoint: Checkpoint, quantization: Quantization, num_threads: int) -
     return lambda: own_rates(runner)
 
 
-def own_rates(runner: ModelRunner) -> Rates:
+def own_rates(runner: Runner) -> Rates:
     """One round of all work."""
     return {work.name: work.batch * work.new / _median_s(runner, work) for work in WORKS}
 
@@ -90,7 +90,7 @@ def by_turns(sides: Mapping[str, Callable[[], Rates]], num_rounds: int) -> dict[
     }
 
 
-def _median_s(runner: ModelRunner, work: Work) -> float:
+def _median_s(runner: Runner, work: Work) -> float:
     plan, times = step_plan(work), []
     for _ in range(16 if work.kind == "decode" else 2):
         started_s = time.perf_counter()

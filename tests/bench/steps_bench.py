@@ -16,7 +16,7 @@ import torch
 
 from common.checkpoint import open_checkpoint
 from common.checkpoint.demo_model import fetch_demo_model
-from common.engine.contract.executor import StepFinished
+from common.engine.contract.executor import Runner, StepFinished
 from common.engine.devices.cpu.device import cpu_dtype
 from common.engine.executor import runner as runner_module
 from common.engine.kv.block_pool import BlockPool
@@ -56,7 +56,7 @@ def run() -> list[dict[str, Any]]:
     return rows
 
 
-def _measure(runner: runner_module.ModelRunner, params: SamplingParams, clock: Callable[[], float]) -> _Timed:
+def _measure(runner: Runner, params: SamplingParams, clock: Callable[[], float]) -> _Timed:
     bench = _started(params)
     times = _Timed(clock)
     plan = bench.plan

@@ -4,6 +4,8 @@ It knows groups, planes and rows (`common.engine.contract.kv_spec`), not what a 
 """
 
 from collections.abc import Sequence
+from math import prod
+from mmap import PAGESIZE
 from typing import TypeVar
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from common.engine.contract.attention import LayerKV
 from common.engine.contract.kv_spec import KVSpec, Plane
 from common.engine.kv.fence import Fence, StreamFence
-from common.engine.kv.pages import advise_huge_pages, give_back_pages
+from common.engine.kv.pages import advise_huge_pages, give_back_pages, give_back_shared_pages
 
 T = TypeVar("T")
 
@@ -23,13 +25,21 @@ class KVCache:
     sequence's length.
     """
 
-    def __init__(self, spec: KVSpec, num_blocks: Sequence[int], device: torch.device | str = "cpu") -> None:
-        """`num_blocks` has a number for each group."""
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_blocks: Sequence[int],
+        device: torch.device | str = "cpu",
+        shared: torch.Tensor | None = None,
+    ) -> None:
+        """`num_blocks` has a number for each group. `shared`: the memory to use, `shared_cache_bytes` of uint8."""
         self.spec = spec
         self.num_blocks = tuple(num_blocks)
         self.device = torch.device(device)
+        self._shared = shared
+        take = _allocate if shared is None else _Pieces(shared).take
         self.planes = tuple(  # [group][plane]
-            tuple(_allocate(plane, (len(group.layers), count, spec.block_size), self.device) for plane in group.planes)
+            tuple(take(plane, (len(group.layers), count, spec.block_size), self.device) for plane in group.planes)
             for group, count in zip(spec.groups, self.num_blocks, strict=True)
         )
         self.layers = self._layers()
@@ -51,6 +61,10 @@ class KVCache:
         Given back at once, even when views of it remain: an ended role is a web of callbacks that refers to it until
         the collector finds it. (Elsewhere than under Linux, where NumPy shares it, with the last view.)
         """
+        if self._shared is not None:
+            give_back_shared_pages(self._shared)
+            self._shared, self.planes, self.layers = None, (), ()
+            return
         for plane in (plane for planes in self.planes for plane in planes):
             storage = plane.untyped_storage()
             if storage.resizable():
@@ -77,6 +91,34 @@ class KVCache:
         for group, planes in zip(self.spec.groups, self.planes, strict=True):
             by_number |= dict(zip(group.layers, zip(*planes, strict=True), strict=True))
         return tuple(by_number[number] for number in range(self.spec.num_layers))
+
+
+def shared_cache_bytes(spec: KVSpec, num_blocks: Sequence[int]) -> int:
+    """Of the planes of a cache, each of which begins at a page."""
+    return sum(
+        _pages(len(group.layers) * count * spec.block_size * plane.row_bytes)
+        for group, count in zip(spec.groups, num_blocks, strict=True)
+        for plane in group.planes
+    )
+
+
+class _Pieces:
+    """Planes in memory that is there."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._taken = 0
+
+    def take(self, plane: Plane, size: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        num_bytes = prod(size) * plane.row_bytes
+        piece = self._memory[self._taken : self._taken + num_bytes]
+        self._taken += _pages(num_bytes)
+        return piece.view(getattr(torch, plane.dtype)).view(*size, *plane.shape)
+
+
+def _pages(num_bytes: int) -> int:
+    """Rounded up to whole pages."""
+    return -(-num_bytes // PAGESIZE) * PAGESIZE
 
 
 def _allocate(plane: Plane, size: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -25,6 +25,11 @@ def give_back_pages(tensor: torch.Tensor) -> None:
     _advise(tensor, mmap.PAGESIZE, "MADV_DONTNEED")
 
 
+def give_back_shared_pages(tensor: torch.Tensor) -> None:
+    """As `give_back_pages`, of memory that several processes map: for all of them."""
+    _advise(tensor, mmap.PAGESIZE, "MADV_REMOVE")
+
+
 def _advise(tensor: torch.Tensor, page: int, advice: str) -> None:
     """For the whole pages of `page` bytes that lie within the tensor."""
     if sys.platform != "linux" or tensor.device.type != "cpu":
