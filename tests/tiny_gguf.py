@@ -36,6 +36,7 @@ LAYER_NAMES |= {
     **{"mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp"},
     **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
 # Part of an expert -> the stack of all of them.
 STACKS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
@@ -141,6 +142,8 @@ def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_rope_freq_base(config["rope_theta"])
+    if "partial_rotary_factor" in config:
+        writer.add_rope_dimension_count(int(config["head_dim"] * config["partial_rotary_factor"]))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("num_experts"):
         writer.add_expert_count(config["num_experts"])

@@ -36,6 +36,7 @@ GEMMA3_FIELDS = {
 
 CLASSES = {
     **{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "gemma3": "Gemma3"},
+    **{"phi3": "Phi3", "granite": "Granite"},
     **{"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"},
 }
 # Where the experts lie, the router and the names of an expert's gate, up and down.
@@ -52,6 +53,12 @@ EXPERT_FIELDS = {
 }
 
 
+GRANITE_FIELDS = {
+    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.4},
+    **{"residual_multiplier": 0.6, "logits_scaling": 1.5},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TinyModel:
     """What to write. `head_dim` is 16 and GQA has two query heads per KV head."""
@@ -65,6 +72,7 @@ class TinyModel:
     intermediate_size: int = 128
     max_position: int = 2048
     tie_embeddings: bool = False
+    has_biases: bool = False  # of attention, and of the MLP where the family can have them
     seed: int = 0
     dtype: torch.dtype = torch.float32
 
@@ -104,6 +112,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _config(model: TinyModel) -> dict[str, Any]:
     normalized = {"norm_topk_prob": model.architecture == "qwen3_moe"}
     extra = EXPERT_FIELDS | normalized if model.architecture in EXPERT_PARTS else {}
+    extra |= GRANITE_FIELDS if model.architecture == "granite" else {}
+    extra |= {"attention_bias": True, "mlp_bias": model.architecture == "llama"} if model.has_biases else {}
     return (GEMMA3_FIELDS if model.architecture == "gemma3" else extra) | {
         "architectures": [f"{CLASSES[model.architecture]}ForCausalLM"],
         "model_type": "gemma3_text" if model.architecture == "gemma3" else model.architecture,
@@ -174,6 +184,15 @@ def _change(
         places = ("input", "post_attention", "pre_feedforward", "post_feedforward")
         tensors |= {f"{prefix}.{place}_layernorm.weight": randn(hidden, std=0.1) for place in places}
         tensors |= {f"{prefix}.self_attn.{n}_norm.weight": randn(model.head_dim, std=0.1) for n in "qk"}
+    if model.has_biases:
+        sizes = {"self_attn.q": q_size, "self_attn.k": kv_size, "self_attn.v": kv_size, "self_attn.o": hidden}
+        if model.architecture == "llama":
+            sizes |= {"mlp.gate": model.intermediate_size, "mlp.up": model.intermediate_size, "mlp.down": hidden}
+        tensors |= {f"{prefix}.{n}_proj.bias": randn(size, std=0.5) for n, size in sizes.items()}
+    if model.architecture == "phi3":
+        for fused, (where, parts) in {"qkv": ("self_attn", "qkv"), "gate_up": ("mlp", ("gate", "up"))}.items():
+            rows = [tensors.pop(f"{prefix}.{where}.{part}_proj.weight") for part in parts]
+            tensors[f"{prefix}.{where}.{fused}_proj.weight"] = torch.cat(rows)
     if model.architecture == "olmoe":
         sizes = {"q": q_size, "k": kv_size}
         tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(size, std=0.1) for n, size in sizes.items()}

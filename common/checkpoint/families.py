@@ -27,6 +27,11 @@ LLAMA_NAMES: Mapping[str, str] = MappingProxyType(
         "down": "mlp.down_proj",
     }
 )
+# Some weights of one tensor follow one another in it, see FUSED_PARTS.
+PHI3_NAMES: Mapping[str, str] = MappingProxyType(
+    {**LLAMA_NAMES, "qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
+)
+FUSED_PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType({"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")})
 # "{}" stands for the number of an expert.
 MIXTRAL_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -93,6 +98,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "llama": Family(("LlamaForCausalLM", "MistralForCausalLM"), has_permuted_gguf=True),
         "qwen2": Family(("Qwen2ForCausalLM",), _with_qkv_bias),
         "qwen3": Family(("Qwen3ForCausalLM",), _with_head_norms),
+        "granite": Family(("GraniteForCausalLM",), has_permuted_gguf=True),
+        "phi3": Family(("Phi3ForCausalLM",), names=PHI3_NAMES),
         "mixtral": Family(("MixtralForCausalLM",), names=MIXTRAL_NAMES, has_permuted_gguf=True),
         "qwen2moe": Family(("Qwen2MoeForCausalLM",), _with_qkv_bias, QWEN_MOE_NAMES),
         "qwen3moe": Family(("Qwen3MoeForCausalLM",), _with_head_norms, QWEN_MOE_NAMES),
@@ -119,7 +126,8 @@ def layers_of(spec: ModelSpec) -> tuple[LayerSpec, ...]:
 
 
 def _plain_layer(spec: ModelSpec, idx: int, window: int, activation: Activation) -> LayerSpec:
-    rope = spec.window_rope if window and spec.window_rope is not None else Rope(spec.rope_theta, spec.rope_scaling)
+    of_all = Rope(spec.rope_theta, spec.rope_scaling, spec.rotary_size)
+    rope = spec.window_rope if window and spec.window_rope is not None else of_all
     scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
     return LayerSpec(
         hidden_size=spec.hidden_size,
@@ -131,5 +139,9 @@ def _plain_layer(spec: ModelSpec, idx: int, window: int, activation: Activation)
         rope=rope,
         attention=AttentionOptions(scale, window, spec.attention_soft_cap),
         activation=activation,
+        qkv_bias=spec.attention_bias,
+        output_bias=spec.attention_bias,
+        mlp_bias=spec.mlp_bias,
+        residual_scale=spec.residual_scale,
         experts=None if idx in spec.dense_layers else spec.experts,
     )

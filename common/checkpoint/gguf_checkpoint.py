@@ -8,8 +8,8 @@ from typing import Any
 
 from common.checkpoint.checkpoint import Checkpoint
 from common.checkpoint.digest import digest_files
-from common.checkpoint.expert_tensors import unstack_experts
 from common.checkpoint.families import FAMILIES
+from common.checkpoint.fused_tensors import split_fused, unstack_experts
 from common.checkpoint.gemma3 import NUM_LAYERS_27B, gemma3_of_gguf
 from common.checkpoint.gguf_experts import NORMALIZED as EXPERT_FAMILIES
 from common.checkpoint.gguf_experts import family_of_gguf, read_gguf_experts
@@ -22,7 +22,7 @@ from common.checkpoint.tensors import StoredTensor, check_tensors
 # Name in GGUF -> part of a layer, as `Family.names` has it.
 LAYER_PARTS = {
     **{"attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "output"},
-    **{"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"},
+    **{"attn_qkv": "qkv", "attn_q_norm": "q_norm", "attn_k_norm": "k_norm"},
     **{"ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"},
     **{"attn_norm": "before_attention", "post_attention_norm": "after_attention"},
     **{"ffn_norm": "before_mlp", "post_ffw_norm": "after_mlp"},
@@ -48,7 +48,10 @@ def huggingface_name(gguf_name: str, names: Mapping[str, str]) -> str:
     stem, _, kind = gguf_name.rpartition(".")
     if stem.startswith("blk.") and stem.count(".") >= 2:
         _, layer, part = stem.split(".", 2)
-        return f"model.layers.{layer}.{names.get(LAYER_PARTS.get(part, ''), part)}.{kind}"
+        found = LAYER_PARTS.get(part, "")
+        if found == "up" and "gate_up" in names:
+            found = "gate_up"  # Phi-3's lies under the name of the second
+        return f"model.layers.{layer}.{names.get(found, part)}.{kind}"
     return f"{NAMES.get(stem, stem)}.{kind}"
 
 
@@ -58,7 +61,7 @@ def _open(path: Path, files: GgufFiles) -> Checkpoint:
     names = FAMILIES[spec.architecture].names
     found = {name: tensor for name, tensor in files.tensors.items() if name not in ROPE_TENSORS}
     named = {huggingface_name(name, names): _as_matrix(tensor) for name, tensor in found.items()}
-    tensors = unstack_experts(spec, named)
+    tensors = split_fused(spec, unstack_experts(spec, named))
     check_tensors(path, spec, tensors)
     vocabulary = read_vocabulary(metadata)
     if len(vocabulary.tokens) > spec.vocab_size:
@@ -129,6 +132,8 @@ def _spec_of(family: str, architecture: str, files: GgufFiles) -> ModelSpec:
     if not isinstance(epsilon, float):
         raise CheckpointError(f"{architecture}.attention.layer_norm_rms_epsilon should be a number, got {epsilon!r}")
     num_layers = integer("block_count")
+    if family == "granite":
+        raise CheckpointError("architecture 'granite' is not read from GGUF; use the Hugging Face directory")
     spec = ModelSpec(
         architecture=family,
         num_layers=num_layers,
@@ -141,6 +146,7 @@ def _spec_of(family: str, architecture: str, files: GgufFiles) -> ModelSpec:
         max_position=integer("context_length"),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
+        rotary_size=rope.size,
         rms_norm_eps=epsilon,
         tie_embeddings="output.weight" not in files.tensors,
         experts=read_gguf_experts(files.metadata, family),

@@ -54,19 +54,20 @@ class _Fields:
 def read_gguf_rope(
     metadata: Mapping[str, Any], architecture: str, head_dim: int, tensors: Mapping[str, StoredTensor]
 ) -> Rope:
-    """`tensors` may hold those of ROPE_TENSORS, F32 [head_dim / 2]. Raises CheckpointError for what is not offered."""
+    """`tensors` may hold those of ROPE_TENSORS, F32 [pairs]. Raises CheckpointError for what is not offered."""
     fields = _Fields(metadata, architecture)
-    if metadata.get(f"{architecture}.rope.dimension_count", head_dim) != head_dim:
+    size = metadata.get(f"{architecture}.rope.dimension_count", head_dim)
+    if size != head_dim and architecture != "phi3":
         raise CheckpointError(f"{architecture}.rope.dimension_count differs from the head's size: not supported")
     theta = fields.number("freq_base", DEFAULT_THETA)
     by_type = _of_type(fields, metadata.get(f"{architecture}.context_length", 0))
-    values = {name: _values(tensors[name], head_dim) for name in ROPE_TENSORS if name in tensors}
+    values = {name: _values(tensors[name], size) for name in ROPE_TENSORS if name in tensors}
     if by_type is not None and values:
         raise fields.refuse(f" beside {' and '.join(values)} is not supported")
     if fields.kind() == "longrope" and not values:
         raise fields.refuse(f" without {LONG_FACTORS} and {SHORT_FACTORS} is not supported")
     by_pair = _of_tensors(fields, theta, values, metadata.get(f"{architecture}.context_length", 0))
-    return Rope(theta, by_type or by_pair)
+    return Rope(theta, by_type or by_pair, 0 if size == head_dim else size)
 
 
 def frequency_divisors(theta: float, head_dim: int, scaling: Llama3Scaling) -> list[float]:
@@ -136,9 +137,9 @@ def _by_frequencies(theta: float, divisors: Sequence[float]) -> Llama3Scaling | 
     return scaling if is_llama3 else DivisorScaling(tuple(divisors))
 
 
-def _values(tensor: StoredTensor, head_dim: int) -> Sequence[float]:
-    if tensor.kind != "F32" or tensor.shape != (head_dim // 2,):
-        raise CheckpointError(f"{tensor.name}: expected F32 ({head_dim // 2},), got {tensor.kind} {tensor.shape}")
+def _values(tensor: StoredTensor, size: int) -> Sequence[float]:
+    if tensor.kind != "F32" or tensor.shape != (size // 2,):
+        raise CheckpointError(f"{tensor.name}: expected F32 ({size // 2},), got {tensor.kind} {tensor.shape}")
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
-        return struct.unpack(f"<{head_dim // 2}f", file.read(tensor.size_bytes))
+        return struct.unpack(f"<{size // 2}f", file.read(tensor.size_bytes))

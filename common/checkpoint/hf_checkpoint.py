@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from common.checkpoint.checkpoint import Checkpoint, GenerationDefaults
 from common.checkpoint.digest import digest_files
-from common.checkpoint.expert_tensors import unstack_experts
+from common.checkpoint.fused_tensors import split_fused, unstack_experts
 from common.checkpoint.hf_config import parse_config
 from common.checkpoint.hf_tokenizer import read_chat_template, read_special_tokens, read_tokenizer
 from common.checkpoint.model_files import read_json
@@ -79,7 +79,8 @@ def _model(path: Path, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Ten
     transformers does."""
     spec, quantization = parse_config(config), read_quantization(config)
     stored = stored_tensors(path, has_codes=quantization is not None)
-    tensors = unstack_experts(spec, assemble(quantization, stored) if quantization is not None else stored)
+    found = assemble(quantization, stored) if quantization is not None else stored
+    tensors = split_fused(spec, unstack_experts(spec, found))
     if spec.tie_embeddings and HEAD in tensors:
         embedding, head = tensors.get(EMBEDDING), tensors[HEAD]
         both = [one for one in (embedding, head) if isinstance(one, StoredTensor)]

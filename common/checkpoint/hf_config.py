@@ -2,16 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 from common.checkpoint.families import FAMILIES
 from common.checkpoint.gemma3 import gemma3_of_config
 from common.checkpoint.hf_attention import layer_windows
 from common.checkpoint.hf_experts import read_experts
-from common.checkpoint.hf_rope import read_rope
+from common.checkpoint.hf_rope import read_phi3_rope, read_rope
 from common.checkpoint.quantization import read_quantization
 from common.checkpoint.rope import DynamicScaling, Rope
 from common.checkpoint.spec import CheckpointError, ModelSpec
+
+
+class GraniteFields(TypedDict, total=False):
+    """Fields of `ModelSpec`."""
+
+    embedding_scale: float
+    attention_scale: float
+    residual_scale: float
+    logit_scale: float
+
 
 ARCHITECTURES = {name: architecture for architecture, family in FAMILIES.items() for name in family.hf_classes}
 Config = Mapping[str, Any]
@@ -35,13 +45,28 @@ ABSENT: Mapping[str, Config] = {
         **{"moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},
     },
     "OlmoeForCausalLM": {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64},
+    "GptOssForCausalLM": {
+        **{"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128},
+        **{"attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4, "rope_theta": 150000.0},
+    },
+    "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "sliding_window": None},
     "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
     "Gemma3ForCausalLM": {
         **{"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096},
         **{"sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"},
     },
 }
-ACTIVATIONS = {"silu": ("hidden_act", "silu"), "gelu_tanh": ("hidden_activation", "gelu_pytorch_tanh")}
+# The families whose classes in transformers have such biases.
+_WITH_BIAS = ("Llama", "Qwen3", "Qwen3Moe", "Olmo2", "Olmoe", "Granite", "GptOss")
+BIASES: Mapping[str, tuple[str, ...]] = {
+    "attention_bias": tuple(f"{name}ForCausalLM" for name in _WITH_BIAS),
+    "mlp_bias": ("LlamaForCausalLM", "GraniteForCausalLM"),
+}
+ACTIVATIONS = {
+    "silu": ("hidden_act", "silu"),
+    "clamped": ("hidden_act", "silu"),
+    "gelu_tanh": ("hidden_activation", "gelu_pytorch_tanh"),
+}
 
 
 def parse_config(config: Config) -> ModelSpec:
@@ -54,14 +79,15 @@ def parse_config(config: Config) -> ModelSpec:
     num_heads = _required(config, "num_attention_heads")
     hidden_size = _required(config, "hidden_size")
     gemma3 = gemma3_of_config(config, num_layers, hidden_size) if architecture == "gemma3" else None
-    rope = gemma3[0] if gemma3 is not None else read_rope(config)
+    head_dim = _optional(config, "head_dim") or hidden_size // num_heads
+    rope = gemma3[0] if gemma3 is not None else _rope(config, architecture, head_dim)
     spec = ModelSpec(
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=_optional(config, "num_key_value_heads") or num_heads,
-        head_dim=_optional(config, "head_dim") or hidden_size // num_heads,
+        head_dim=head_dim,
         intermediate_size=_required(config, "intermediate_size"),
         vocab_size=_required(config, "vocab_size"),
         max_position=_max_position(config, rope),
@@ -71,9 +97,42 @@ def parse_config(config: Config) -> ModelSpec:
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         windows=() if gemma3 is not None else layer_windows(config, num_layers),
         attention_soft_cap=float(config.get("attn_logit_softcapping") or 0.0),
+        attention_bias=_has_bias(config, "attention_bias"),
+        mlp_bias=_has_bias(config, "mlp_bias"),
+        rotary_size=rope.size,
         **read_experts(architecture, config, num_layers),
+        **_granite(config, architecture),
     )
     return spec if gemma3 is None else replace(spec, **gemma3[1])
+
+
+def _rope(config: Config, architecture: str, head_dim: int) -> Rope:
+    return read_phi3_rope(config, head_dim=head_dim) if architecture == "phi3" else read_rope(config)
+
+
+def _has_bias(config: Config, name: str) -> bool:
+    return config["architectures"][0] in BIASES[name] and bool(config.get(name, False))
+
+
+def _granite(config: Config, architecture: str) -> GraniteFields:
+    """{} for other families."""
+    if architecture != "granite":
+        return {}
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    embedding, attention, residual, logits = (_factor(config, name) for name in names)
+    return {
+        "embedding_scale": embedding,
+        "attention_scale": attention,
+        "residual_scale": residual,
+        "logit_scale": 1 / logits,
+    }
+
+
+def _factor(config: Config, name: str) -> float:
+    value = config.get(name, 1.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise CheckpointError(f"config.json: {name} should be a positive number, got {value!r}")
+    return float(value)
 
 
 def _max_position(config: Config, rope: Rope) -> int:
@@ -113,8 +172,7 @@ def _refuse_unsupported(config: Config, architecture: str) -> None:
     field, activation = ACTIVATIONS[FAMILIES[architecture].activation]
     found = {
         "final_logit_softcapping": bool(config.get("final_logit_softcapping")),
-        "attention_bias": bool(config.get("attention_bias", False)),
-        "mlp_bias": bool(config.get("mlp_bias", False)),
+        **{name: bool(config.get(name)) for name in BIASES if not _has_bias(config, name)},
         field: config.get(field, activation) != activation,
     }
     for name, is_unsupported in found.items():

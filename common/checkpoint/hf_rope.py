@@ -24,18 +24,34 @@ from common.checkpoint.spec import CheckpointError
 
 Config = Mapping[str, Any]
 DEFAULT_THETA = 10000.0
+PHI3_ORIGINAL = 4096
 
 
-def read_rope(config: Config) -> Rope:
-    """Raises CheckpointError that names the field which is missing, null or not supported."""
+def read_rope(config: Config, *, head_dim: int = 0) -> Rope:
+    """Raises CheckpointError that names the field which is missing, null or not supported.
+
+    `head_dim`: of a family whose heads may be turned in part; 0 = it has none.
+    """
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
         raise CheckpointError(f"config.json: rope_parameters={parameters!r} per layer type is not supported")
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    if partial not in (None, 1, 1.0) and not head_dim:
         raise CheckpointError(f"config.json: partial_rotary_factor={partial!r} is not supported")
+    size = int(head_dim * _number({"partial_rotary_factor": partial}, "partial_rotary_factor")) if partial else 0
     theta = _number(parameters if "rope_theta" in parameters else config, "rope_theta", DEFAULT_THETA)
-    return Rope(theta, _scaling(parameters, int(_number(config, "max_position_embeddings"))))
+    scaling = _scaling(parameters, int(_number(config, "max_position_embeddings")))
+    return Rope(theta, scaling, 0 if size == head_dim else size)
+
+
+def read_phi3_rope(config: Config, *, head_dim: int) -> Rope:
+    """The original length stands beside, and older files call the scaling otherwise."""
+    place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    parameters = dict(config.get(place) or {})
+    parameters["original_max_position_embeddings"] = config.get("original_max_position_embeddings", PHI3_ORIGINAL)
+    if parameters.get("rope_type", parameters.get("type")) in ("su", "yarn"):
+        parameters["rope_type"] = "longrope"
+    return read_rope({**config, place: parameters}, head_dim=head_dim)
 
 
 def _scaling(parameters: Config, max_position: int) -> RopeScaling | None:

@@ -79,6 +79,9 @@ class LayerSpec:
     norms: tuple[NormPlace, ...] = PRE_NORMS
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
+    output_bias: bool = False  # of the output projection
+    mlp_bias: bool = False  # of gate, up and down
+    residual_scale: float = 1.0  # multiplies what attention and MLP give before it is added
     activation: Activation = "silu"
     experts: Experts | None = None  # None = the one MLP
 
@@ -128,7 +131,9 @@ class LayerSpec:
     @property
     def biases(self) -> tuple[str, ...]:
         """The parts that have a bias."""
-        return ("q", "k", "v") if self.qkv_bias else ()
+        qkv = ("q", "k", "v") if self.qkv_bias else ()
+        output = ("output",) if self.output_bias else ()
+        return (*qkv, *output, *(("gate", "up", "down") if self.mlp_bias else ()))
 
 
 def _gated_mlp(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:

@@ -85,10 +85,21 @@ RopeScaling = Llama3Scaling | LinearScaling | DynamicScaling | YarnScaling | Div
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """By which angles the pairs (i, i + head_dim / 2) of q and k turn."""
+    """By which angles the pairs (i, i + size / 2) of q and k turn; the dimensions behind them stay."""
 
     theta: float
     scaling: RopeScaling | None = None
+    size: int = 0  # 0 = the whole head
+
+    def places(self, head_dim: int) -> list[int]:
+        """The dimensions of a head in the order in which they are computed: pairs are half a head apart.
+
+        Scores do not change when q and k have their dimensions in another order.
+        """
+        size = self.size or head_dim
+        left = list(range(size, head_dim))
+        middle = len(left) // 2
+        return [*range(size // 2), *left[:middle], *range(size // 2, size), *left[middle:]]
 
 
 def magnitude(factor: float, multiplier: float = 1.0) -> float:

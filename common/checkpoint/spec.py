@@ -32,6 +32,11 @@ class ModelSpec:
     window_rope: Rope | None = None  # of the layers with a window; None = that of all
     attention_scale: float | None = None  # of the scores; None = head_dim ** -0.5
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_bias: bool = False  # of q, k, v and the output projection
+    mlp_bias: bool = False
+    rotary_size: int = 0  # the leading dimensions of a head that RoPE turns; 0 = all
     experts: Experts | None = None
     dense_layers: frozenset[int] = frozenset()  # those that have the one MLP nevertheless
 
@@ -41,8 +46,15 @@ class ModelSpec:
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim must be even for RoPE, got {self.head_dim}")
         for size in _divisor_counts(self.rope_scaling):
-            if size != self.head_dim // 2:
-                raise CheckpointError(f"{size} factors of RoPE do not fit the {self.head_dim // 2} pairs of a head")
+            if size != self.num_pairs:
+                raise CheckpointError(f"{size} factors of RoPE do not fit the {self.num_pairs} pairs of a head")
+        if self.rotary_size % 2 or self.rotary_size > self.head_dim:
+            raise CheckpointError(f"RoPE cannot turn {self.rotary_size} of {self.head_dim} dimensions of a head")
+
+    @property
+    def num_pairs(self) -> int:
+        """Of a head, that RoPE turns."""
+        return (self.rotary_size or self.head_dim) // 2
 
     def for_length(self, max_length: int) -> "ModelSpec":
         """The same model, serving texts of up to `max_length` tokens: what hangs on that is decided."""

@@ -79,6 +79,7 @@ class Tail:
     norm: torch.Tensor  # [hidden_size]
     norm_eps: float
     head: Linear
+    logit_scale: float = 1.0  # multiplies the logits
 
 
 class CompiledRun(Protocol):

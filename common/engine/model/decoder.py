@@ -104,7 +104,8 @@ class Decoder:
         tail = self._tail
         if hidden.shape[0] == 0:
             return hidden.new_empty((0, tail.head.out_features), dtype=torch.float32)
-        return tail.head(self._device.elementwise.rms_norm(hidden, tail.norm, tail.norm_eps)).float()
+        logits = tail.head(self._device.elementwise.rms_norm(hidden, tail.norm, tail.norm_eps)).float()
+        return logits if tail.logit_scale == 1 else logits.mul_(tail.logit_scale)
 
 
 def _from(first: int, layer_hook: LayerHook | None) -> LayerHook | None:
@@ -138,5 +139,5 @@ def build_decoder(spec: ModelSpec, weights: Weights, device: Device, collectives
     head = tied if spec.tie_embeddings else weights.take(HEAD, (rows.size, spec.hidden_size))
     weights.check_all_taken()
     product = gathered(device.linear(head, min_bits=HEAD_BITS), spec, collectives)
-    tail = Tail(norm, spec.rms_norm_eps, product)
+    tail = Tail(norm, spec.rms_norm_eps, product, spec.logit_scale)
     return Decoder(embedding, layers, tail, device, spec.embedding_scale)

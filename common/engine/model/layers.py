@@ -35,12 +35,16 @@ def attend(layer: Layer, device: Device, q: torch.Tensor, kv: LayerKV, batch: At
 def finish(layer: Layer, device: Device, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """Output projection, MLP and residuals, row by row; returns the layer's output [num_rows, hidden_size]."""
     spec, ops = layer.spec, device.elementwise
-    added = _norm(layer, device, layer.output(attended), "after_attention")
+    added = _scaled(spec, _norm(layer, device, layer.output(attended), "after_attention"))
     if "before_mlp" in spec.norms:
         normed, hidden = ops.add_rms_norm(added, hidden, layer.norms["before_mlp"], spec.norm_eps)
     else:
         normed = hidden = added + hidden
-    return hidden.add_(_norm(layer, device, _mlp(layer, device, normed), "after_mlp"))
+    return hidden.add_(_scaled(spec, _norm(layer, device, _mlp(layer, device, normed), "after_mlp")))
+
+
+def _scaled(spec: LayerSpec, x: torch.Tensor) -> torch.Tensor:
+    return x if spec.residual_scale == 1 else x * spec.residual_scale
 
 
 def _mlp(layer: Layer, device: Device, x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +83,9 @@ def read_layer(
     """
 
     def take(part: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return weights.take(f"{prefix}.{names[part]}.{kind}", shape)
+        tensor = weights.take(f"{prefix}.{names[part]}.{kind}", shape)
+        is_turned = part in ("q", "k") or (part in ("q_norm", "k_norm") and spec.qk_norm == "head")
+        return _placed(tensor, spec) if is_turned and spec.rope.size else tensor
 
     def product(*parts: str, min_bits: int = 4) -> Linear:
         """Several projections of the same input as one; its output holds them in the order given."""
@@ -124,3 +130,9 @@ def read_layer(
         output=summed(product("output"), collectives),
         mlp=mlp(),
     )
+
+
+def _placed(rows: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+    """The rows of each head of q or k in the order of `Rope.places`."""
+    places = spec.rope.places(spec.head_dim)
+    return rows.view(-1, spec.head_dim, *rows.shape[1:])[:, places].reshape(rows.shape)

@@ -18,19 +18,21 @@ from common.checkpoint.rope import (
 
 def cos_sin_table(rope: Rope, head_dim: int, max_position: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """[max_position, head_dim] float32: cos in the first half of the last axis, sin in the second, each times what
-    the scaling multiplies q and k with."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    the scaling multiplies q and k with. For heads whose dimensions lie as `Rope.places` has them."""
+    size = rope.size or head_dim
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     positions = torch.arange(max_position, dtype=torch.float32, device=device)
     scaling = rope.scaling
     if isinstance(scaling, LongRopeScaling):
         scaling = scaling.for_length(max_position)
     if isinstance(scaling, DynamicScaling):
-        bases = rope.theta * _growth(scaling, positions + 1) ** (head_dim / (head_dim - 2))
+        bases = rope.theta * _growth(scaling, positions + 1) ** (size / (size - 2))
         angles = positions[:, None] * bases[:, None] ** -exponents
     else:
         angles = torch.outer(positions, _scaled(rope.theta, exponents, scaling))
     amplitude = scaling.amplitude if isinstance(scaling, YarnScaling | DivisorScaling) else 1.0
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(amplitude)
+    stay = angles.new_zeros((max_position, (head_dim - size) // 2))
+    return torch.cat((amplitude * angles.cos(), stay + 1, amplitude * angles.sin(), stay), dim=-1)
 
 
 def _scaled(

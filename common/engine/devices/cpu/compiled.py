@@ -21,7 +21,7 @@ def compile_layers(layers: Sequence[Layer], tail: Tail, products: NativeProducts
     for spec, group in groupby(layers, key=lambda layer: layer.spec if is_known(layer) else None):
         run = list(group)
         if spec is not None:
-            is_known_tail = tail.head.packed is not None and tail.norm_eps == spec.norm_eps
+            is_known_tail = tail.head.packed is not None and tail.norm_eps == spec.norm_eps and tail.logit_scale == 1
             has_tail = is_known_tail and done + len(run) == len(layers)
             runs[done] = NativeRun(NativeStack(products.library, run, tail if has_tail else None))
         done += len(run)
@@ -33,7 +33,13 @@ def is_known(layer: Layer) -> bool:
     spec = layer.spec
     has_packed = all(one.packed is not None for one in (layer.qkv, layer.output)) and is_packed(layer.mlp)
     is_llama_like = spec.norms == PRE_NORMS and spec.qk_norm in ("none", "head")
-    return has_packed and is_llama_like and spec.activation == "silu" and spec.attention.is_plain
+    return (
+        has_packed
+        and is_llama_like
+        and spec.activation == "silu"
+        and spec.residual_scale == 1
+        and spec.attention.is_plain
+    )
 
 
 class NativeRun:

@@ -18,6 +18,10 @@ FAMILIES = {
     "llama": TinyModel(),
     "qwen2": TinyModel(architecture="qwen2"),
     "qwen3": TinyModel(architecture="qwen3", num_heads=6, num_kv_heads=2, head_dim=24),
+    "llama with biases": TinyModel(has_biases=True),
+    "qwen3 with biases": TinyModel(architecture="qwen3", has_biases=True),
+    "granite": TinyModel(architecture="granite"),
+    "phi3": TinyModel(architecture="phi3"),
     "mixtral": TinyModel(architecture="mixtral"),
     "qwen2_moe": TinyModel(architecture="qwen2_moe"),
     "qwen3_moe": TinyModel(architecture="qwen3_moe"),
@@ -55,6 +59,33 @@ def test_logits_are_those_of_transformers_however_the_prompt_is_cut(tmp_path: Pa
     expected = transformers_logits(path)
     for chunks in CHUNKS:
         torch.testing.assert_close(forward_in_chunks(*load(path), chunks), expected, atol=1e-4, rtol=1e-4)
+
+
+PHI3: dict[str, dict[str, Any]] = {
+    "a part of each head turns": {"partial_rotary_factor": 0.5},
+    "longrope": {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}},
+    "longrope by its older name, of a part": {
+        "rope_scaling": {"type": "su", "short_factor": [1.0] * 6, "long_factor": [3.0, 2.0, 9.0, 1.0, 2.0, 5.0]}
+        | {"original_max_position_embeddings": 16},
+        "partial_rotary_factor": 0.75,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PHI3)
+def test_phi3_means_what_transformers_makes_of_it(tmp_path: Path, name: str) -> None:
+    path = write_tiny_model(tmp_path / "m", FAMILIES["phi3"])
+    fields = {"original_max_position_embeddings": 16} | PHI3[name]
+    config = json.loads((path / "config.json").read_text()) | fields
+    (path / "config.json").write_text(json.dumps(config))
+    expected = transformers_logits(path)
+    torch.testing.assert_close(forward_in_chunks(*load(path), [7, 13]), expected, atol=1e-4, rtol=1e-4)
+    scaling = config.get("rope_scaling")
+    if scaling is not None:
+        scaling = scaling | {"rope_type": "longrope", "original_max_position_embeddings": 16}
+    (path / "config.json").write_text(json.dumps(config | {"rope_scaling": scaling}))
+    converted = write_tiny_gguf(path, tmp_path / "m.gguf")
+    torch.testing.assert_close(forward_in_chunks(*load(converted), [20]), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", GEMMA3)
