@@ -36,7 +36,7 @@ GEMMA3_FIELDS = {
 
 CLASSES = {
     **{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "gemma3": "Gemma3"},
-    **{"phi3": "Phi3", "granite": "Granite"},
+    **{"phi3": "Phi3", "granite": "Granite", "gpt_oss": "GptOss"},
     **{"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"},
 }
 # Where the experts lie, the router and the names of an expert's gate, up and down.
@@ -53,7 +53,12 @@ EXPERT_FIELDS = {
 }
 
 
-GRANITE_FIELDS = {
+GPT_OSS_FIELDS: dict[str, Any] = {
+    **{"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_ACTIVE, "sliding_window": 5},
+    **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 64},
+}
+GRANITE_FIELDS: dict[str, Any] = {
     **{"embedding_multiplier": 3.0, "attention_multiplier": 0.4},
     **{"residual_multiplier": 0.6, "logits_scaling": 1.5},
 }
@@ -111,8 +116,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _config(model: TinyModel) -> dict[str, Any]:
     normalized = {"norm_topk_prob": model.architecture == "qwen3_moe"}
-    extra = EXPERT_FIELDS | normalized if model.architecture in EXPERT_PARTS else {}
-    extra |= GRANITE_FIELDS if model.architecture == "granite" else {}
+    extra: dict[str, Any] = EXPERT_FIELDS | normalized if model.architecture in EXPERT_PARTS else {}
+    extra |= {"gpt_oss": GPT_OSS_FIELDS, "granite": GRANITE_FIELDS}.get(model.architecture, {})
     extra |= {"attention_bias": True, "mlp_bias": model.architecture == "llama"} if model.has_biases else {}
     return (GEMMA3_FIELDS if model.architecture == "gemma3" else extra) | {
         "architectures": [f"{CLASSES[model.architecture]}ForCausalLM"],
@@ -164,6 +169,8 @@ def _tensors(model: TinyModel) -> dict[str, torch.Tensor]:
             for part in ("gate", "up", "down"):
                 del tensors[f"{prefix}.mlp.{part}_proj.weight"]
             tensors |= _experts(model, prefix, linear)
+        if model.architecture == "gpt_oss":
+            _make_gpt_oss(model, prefix, randn, tensors)
         _change(model, prefix, randn, tensors)
     # the weights of Gemma's norms stand for what is added to one
     tensors["model.norm.weight"] = randn(hidden, std=0.1) + (0 if model.architecture == "gemma3" else 1)
@@ -220,3 +227,24 @@ def _experts(model: TinyModel, prefix: str, linear: Callable[..., torch.Tensor])
         tensors[f"{shared}.down_proj.weight"] = linear(hidden, SHARED_SIZE, gain=1.5)
         tensors[f"{shared}_gate.weight"] = linear(1, hidden)
     return tensors
+
+
+def _make_gpt_oss(
+    model: TinyModel, prefix: str, randn: Callable[..., torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> None:
+    """Biases everywhere, sinks, and the experts of a layer in two tensors, inputs before outputs."""
+    hidden, inner = model.hidden_size, model.intermediate_size
+    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    for part in ("gate", "up", "down"):
+        del tensors[f"{prefix}.mlp.{part}_proj.weight"]
+    sizes = {"q": q_size, "k": kv_size, "v": kv_size, "o": hidden}
+    tensors |= {f"{prefix}.self_attn.{n}_proj.bias": randn(size, std=0.5) for n, size in sizes.items()}
+    tensors |= {
+        f"{prefix}.self_attn.sinks": randn(model.num_heads, std=1.0),
+        f"{prefix}.mlp.router.weight": randn(NUM_EXPERTS, hidden, std=2 * hidden**-0.5),
+        f"{prefix}.mlp.router.bias": randn(NUM_EXPERTS, std=0.5),
+        f"{prefix}.mlp.experts.gate_up_proj": randn(NUM_EXPERTS, hidden, 2 * inner, std=4 * hidden**-0.5),
+        f"{prefix}.mlp.experts.gate_up_proj_bias": randn(NUM_EXPERTS, 2 * inner, std=0.5),
+        f"{prefix}.mlp.experts.down_proj": randn(NUM_EXPERTS, inner, hidden, std=inner**-0.5),
+        f"{prefix}.mlp.experts.down_proj_bias": randn(NUM_EXPERTS, hidden, std=0.5),
+    }

@@ -55,6 +55,15 @@ QWEN_MOE_NAMES: Mapping[str, str] = MappingProxyType(
         "shared_weight": "mlp.shared_expert_gate",
     }
 )
+GPT_OSS_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **LLAMA_NAMES,
+        "sinks": "self_attn.sinks",
+        "router": "mlp.router",
+        "expert_gate_up": "mlp.experts.{}.gate_up_proj",
+        "expert_down": "mlp.experts.{}.down_proj",
+    }
+)
 GEMMA_NAMES: Mapping[str, str] = MappingProxyType(
     {
         **LLAMA_NAMES,
@@ -81,6 +90,10 @@ def _with_qkv_bias(layer: LayerSpec) -> LayerSpec:
     return replace(layer, qkv_bias=True)
 
 
+def _with_sinks(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, has_sinks=True)
+
+
 def _with_head_norms(layer: LayerSpec) -> LayerSpec:
     return replace(layer, qk_norm="head")
 
@@ -98,6 +111,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "llama": Family(("LlamaForCausalLM", "MistralForCausalLM"), has_permuted_gguf=True),
         "qwen2": Family(("Qwen2ForCausalLM",), _with_qkv_bias),
         "qwen3": Family(("Qwen3ForCausalLM",), _with_head_norms),
+        "gpt_oss": Family(("GptOssForCausalLM",), _with_sinks, GPT_OSS_NAMES, activation="clamped"),
         "granite": Family(("GraniteForCausalLM",), has_permuted_gguf=True),
         "phi3": Family(("Phi3ForCausalLM",), names=PHI3_NAMES),
         "mixtral": Family(("MixtralForCausalLM",), names=MIXTRAL_NAMES, has_permuted_gguf=True),

@@ -41,6 +41,8 @@ def _layers_with_window(config: Config, num_layers: int) -> list[bool]:
     if architecture.startswith("Qwen"):
         first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else num_layers
         return [idx >= first for idx in range(num_layers)]
+    if architecture.startswith("GptOss"):
+        return [idx % 2 == 0 for idx in range(num_layers)]
     if architecture.startswith("Gemma3"):
         pattern = config.get("sliding_window_pattern")
         if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:

@@ -14,10 +14,11 @@ from tokenizers import Tokenizer
 from common.checkpoint.checkpoint import Checkpoint, GenerationDefaults
 from common.checkpoint.digest import digest_files
 from common.checkpoint.fused_tensors import split_fused, unstack_experts
+from common.checkpoint.gpt_oss import find_gpt_oss
 from common.checkpoint.hf_config import parse_config
 from common.checkpoint.hf_tokenizer import read_chat_template, read_special_tokens, read_tokenizer
 from common.checkpoint.model_files import read_json
-from common.checkpoint.quantization import read_quantization
+from common.checkpoint.quantization import QuantizationConfig, read_quantization
 from common.checkpoint.quantized_tensors import assemble
 from common.checkpoint.safetensors_files import have_equal_bytes, stored_tensors, weight_files
 from common.checkpoint.spec import CheckpointError, ModelSpec
@@ -79,8 +80,7 @@ def _model(path: Path, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Ten
     transformers does."""
     spec, quantization = parse_config(config), read_quantization(config)
     stored = stored_tensors(path, has_codes=quantization is not None)
-    found = assemble(quantization, stored) if quantization is not None else stored
-    tensors = split_fused(spec, unstack_experts(spec, found))
+    tensors = _tensors(spec, quantization, stored)
     if spec.tie_embeddings and HEAD in tensors:
         embedding, head = tensors.get(EMBEDDING), tensors[HEAD]
         both = [one for one in (embedding, head) if isinstance(one, StoredTensor)]
@@ -90,6 +90,16 @@ def _model(path: Path, config: dict[str, Any]) -> tuple[ModelSpec, dict[str, Ten
             spec = replace(spec, tie_embeddings=False)
     check_tensors(path, spec, tensors)
     return spec, tensors
+
+
+def _tensors(
+    spec: ModelSpec, quantization: QuantizationConfig | None, stored: Mapping[str, StoredTensor]
+) -> dict[str, Tensor]:
+    """One tensor for each weight. Raises CheckpointError by name."""
+    if spec.architecture == "gpt_oss":
+        return find_gpt_oss(spec, stored)
+    found = assemble(quantization, stored) if quantization is not None else stored
+    return split_fused(spec, unstack_experts(spec, found))
 
 
 def _eos_token_ids(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
+from common.checkpoint.gpt_oss import gpt_oss_experts
 from common.checkpoint.layers import Experts, Routing
 from common.checkpoint.spec import CheckpointError
 
@@ -49,7 +50,13 @@ def _qwen2_moe(config: Config, num_layers: int) -> ExpertFields:
     return {"experts": experts, "dense_layers": _dense_layers(config, num_layers)}
 
 
+def _gpt_oss(config: Config, num_layers: int) -> ExpertFields:
+    routing = _routing(config, "num_local_experts", is_normalized=True)
+    return {"experts": gpt_oss_experts(config, routing, _count(config, "intermediate_size"))}
+
+
 READERS: Mapping[str, Callable[[Config, int], ExpertFields]] = {
+    "gpt_oss": _gpt_oss,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "qwen2moe": _qwen2_moe,

@@ -15,8 +15,11 @@ NormPlace = Literal["before_attention", "after_attention", "before_mlp", "after_
 PRE_NORMS: tuple[NormPlace, ...] = ("before_attention", "before_mlp")
 POST_NORMS: tuple[NormPlace, ...] = ("after_attention", "after_mlp")
 
-# What the gate of the MLP goes through: x * sigmoid(x), or GELU in its tanh form.
-Activation = Literal["silu", "gelu_tanh"]
+# What the gate of the MLP goes through: x * sigmoid(x), or GELU in its tanh form; clamped: gpt-oss's,
+# both clamped, gate * sigmoid(1.702 * gate) * (up + 1).
+Activation = Literal["silu", "gelu_tanh", "clamped"]
+
+CLAMP, CLAMPED_SLOPE = 7.0, 1.702
 
 # RMSNorm of q and k before RoPE: none, one weight for each head alike, or one over the whole projection.
 QkNorm = Literal["none", "head", "full"]
@@ -57,6 +60,8 @@ class Experts:
     routing: Routing
     intermediate_size: int  # of each expert
     shared_size: int = 0  # of the MLP for all tokens; 0 = there is none
+    is_interleaved: bool = False  # gate and up of an expert are the even and the odd rows of one weight
+    has_biases: bool = False  # of the router and of every expert
     has_shared_gate: bool = False  # its result is multiplied by the sigmoid of one more logit
 
     @property
@@ -84,6 +89,7 @@ class LayerSpec:
     residual_scale: float = 1.0  # multiplies what attention and MLP give before it is added
     activation: Activation = "silu"
     experts: Experts | None = None  # None = the one MLP
+    has_sinks: bool = False  # each head has a score more, of nothing, that takes its part of the softmax
 
     @property
     def q_size(self) -> int:
@@ -103,7 +109,8 @@ class LayerSpec:
             "v": (self.kv_size, hidden),
             "output": (hidden, self.q_size),
         }
-        return attention | self._mlp_weights | self.norm_weights
+        sinks = {"sinks": (self.num_heads,)} if self.has_sinks else {}
+        return attention | sinks | self._mlp_weights | self.norm_weights
 
     @property
     def _mlp_weights(self) -> dict[str, tuple[int, ...]]:
@@ -117,8 +124,12 @@ class LayerSpec:
     @property
     def expert_weights(self) -> dict[str, tuple[int, ...]]:
         """The shape of each part of one expert, which `weights` does not hold; {} without experts."""
-        inner = self.experts.intermediate_size if self.experts is not None else 0
-        return _gated_mlp("expert_", self.hidden_size, inner) if inner else {}
+        if self.experts is None:
+            return {}
+        hidden, inner = self.hidden_size, self.experts.intermediate_size
+        if self.experts.is_interleaved:
+            return {"expert_gate_up": (2 * inner, hidden), "expert_down": (hidden, inner)}
+        return _gated_mlp("expert_", hidden, inner)
 
     @property
     def norm_weights(self) -> dict[str, tuple[int, ...]]:
@@ -133,7 +144,8 @@ class LayerSpec:
         """The parts that have a bias."""
         qkv = ("q", "k", "v") if self.qkv_bias else ()
         output = ("output",) if self.output_bias else ()
-        return (*qkv, *output, *(("gate", "up", "down") if self.mlp_bias else ()))
+        router = ("router",) if self.experts is not None and self.experts.has_biases else ()
+        return (*qkv, *output, *router, *(("gate", "up", "down") if self.mlp_bias else ()))
 
 
 def _gated_mlp(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from common.checkpoint.spec import CheckpointError
 
 Config = Mapping[str, Any]
-Method = Literal["fp8", "compressed-tensors", "awq", "gptq"]
+Method = Literal["fp8", "compressed-tensors", "awq", "gptq", "mxfp4"]
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 
 
@@ -79,6 +79,7 @@ READERS: Mapping[str, Callable[[Config], QuantizationConfig]] = {
     "compressed-tensors": _compressed_tensors,
     "awq": _awq,
     "gptq": _gptq,
+    "mxfp4": lambda fields: QuantizationConfig("mxfp4", 4),
 }
 
 

@@ -13,8 +13,9 @@ DERIVED_SUFFIX = "rotary_emb.inv_freq"
 
 
 # scaled: one number for each weight, [out, in]; packed: int32 of unsigned codes along the inputs, lowest bits first;
-# awq and gptq: as those two pack them, with the weight transposed.
-Layout = Literal["scaled", "packed", "awq", "gptq"]
+# awq and gptq: as those two pack them, with the weight transposed; mxfp4: uint8 [out, groups, 16] of two codes, the
+# first in the low half, with the power of two of each group; transposed: numbers, [in, out].
+Layout = Literal["scaled", "packed", "awq", "gptq", "mxfp4", "transposed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,5 +103,7 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         num_experts = layer.experts.routing.num_experts if layer.experts is not None else 0
         for expert in range(num_experts):
             shapes |= {f"{prefix}.{names[p].format(expert)}.weight": s for p, s in layer.expert_weights.items()}
+            if layer.experts is not None and layer.experts.has_biases:
+                shapes |= {f"{prefix}.{names[p].format(expert)}.bias": s[:1] for p, s in layer.expert_weights.items()}
         shapes |= {f"{prefix}.{names[part]}.bias": layer.weights[part][:1] for part in layer.biases}
     return shapes

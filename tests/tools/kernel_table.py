@@ -64,6 +64,7 @@ def _attention_cases() -> Iterator[Case]:
         *((f"{dtype} d{dim}", dim, dtype, {}) for dtype in ("bf16", "fp32") for dim in (64, 80, 96, 128, 256)),
         ("fp16 d128", 128, "fp16", {}),
         ("bf16 d128 window", 128, "bf16", {"window": 4096}),
+        ("bf16 d64 window sinks", 64, "bf16", {"window": 128, "sinks": torch.zeros(32)}),
         ("bf16 d256 window cap", 256, "bf16", {"window": 4096, "soft_cap": 50.0}),
     ]
     for label, head_dim, dtype, options in variants:

@@ -47,6 +47,13 @@ class AttentionBackend(Protocol):
         """Rotate q and k (half-rotation form), write k and v to their slots; returns the rotated q."""
         ...
 
-    def attend(self, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, options: AttentionOptions) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None = None,  # [num_heads] float32: a score of each head that no token has
+    ) -> torch.Tensor:
         """Causal attention of every new token over its sequence. Returns [num_tokens, num_heads, head_dim]."""
         ...

@@ -5,7 +5,7 @@ Also the forms in which a model's weights meet it: `Linear`, `Mlp`, `ExpertMlp`,
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -40,6 +40,15 @@ class Mlp:
     down: Linear
 
 
+class ExpertWeights(NamedTuple):
+    """Of one expert, as they were read."""
+
+    gate_up: torch.Tensor  # [2 * size, hidden_size], gate first
+    down: torch.Tensor  # [hidden_size, size]
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedMlp:
     """The MLPs of a layer's experts, as the device that made it laid them out."""
@@ -70,6 +79,7 @@ class Layer:
     qkv: Linear
     output: Linear
     mlp: Mlp | ExpertMlp
+    sinks: torch.Tensor | None = None  # [num_heads] float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,10 +146,8 @@ class Device(Protocol):
         """
         ...
 
-    def grouped_mlp(
-        self, experts: Experts, activation: Activation, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
-    ) -> GroupedMlp:
-        """Lay out one MLP after another: gate and up [2 * size, hidden_size], gate first, and down."""
+    def grouped_mlp(self, experts: Experts, activation: Activation, weights: Iterable[ExpertWeights]) -> GroupedMlp:
+        """Lay out one MLP after another."""
         ...
 
     def compile(self, layers: Sequence[Layer], tail: Tail) -> Mapping[int, CompiledRun]:

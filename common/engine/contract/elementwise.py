@@ -5,6 +5,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from common.checkpoint.layers import CLAMP, CLAMPED_SLOPE, Activation
+
 
 class Elementwise(Protocol):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -20,6 +22,17 @@ class Elementwise(Protocol):
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up of [num_rows, 2 * size], gate first."""
         ...
+
+
+def activate(ops: Elementwise, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
+    """activation(gate) * up of [num_rows, 2 * size], gate first; clamped as `Activation` has it."""
+    if activation == "silu":
+        return ops.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh").mul_(up)
+    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+    return gate * (CLAMPED_SLOPE * gate).sigmoid() * (up + 1)
 
 
 class TorchElementwise:

@@ -7,12 +7,18 @@ import torch
 from common.checkpoint.tensors import QuantizedTensor
 
 Parts = Mapping[str, torch.Tensor]
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_E2M1, *(-number for number in _E2M1))
 # Which of the eight fours of an int32 holds the n-th of eight columns (AWQ).
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def dequantize(tensor: QuantizedTensor, parts: Parts) -> torch.Tensor:
     """[out_features, in_features] float32. `parts` as `QuantizedTensor.parts`."""
+    if tensor.layout == "transposed":
+        return parts["codes"].float().T.contiguous()
+    if tensor.layout == "mxfp4":
+        return _mxfp4(parts["codes"], parts["scale"])
     if tensor.layout == "scaled":
         return _scaled(parts["codes"], parts["scale"].float(), tensor.block)
     codes = _CODES[tensor.layout](tensor, parts).float()  # [out, in]
@@ -37,6 +43,13 @@ def _scaled(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | N
     for row in range(rows):  # no copy of all scales as large as the weight
         numbers[row * block_rows : (row + 1) * block_rows] *= scale[row]
     return numbers
+
+
+def _mxfp4(codes: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
+    """uint8 [out, groups, 16] and [out, groups], biased by 127 (OCP Microscaling Formats, 2023) -> [out, in]"""
+    halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(2).long()  # [out, groups, 32]
+    numbers = torch.tensor(E2M1)[halves]
+    return numbers.mul_(torch.exp2(powers.float() - 127)[..., None]).flatten(1)
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 
 from common.checkpoint.layers import Experts, LayerSpec
 from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.collectives import Collectives
-from common.engine.contract.device import Device, ExpertMlp, GroupedMlp, Layer, Linear, Mlp
+from common.engine.contract.device import Device, ExpertMlp, ExpertWeights, GroupedMlp, Layer, Linear, Mlp
+from common.engine.contract.elementwise import activate
 from common.engine.model.experts import expert_mlp
 from common.engine.model.parallel import summed, summed_experts
 from common.engine.model.weights import Weights
@@ -29,7 +29,7 @@ def write_kv(layer: Layer, device: Device, hidden: torch.Tensor, kv: LayerKV, ba
 
 def attend(layer: Layer, device: Device, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim]"""
-    return device.attention.attend(q, kv, batch, layer.spec.attention).flatten(1)
+    return device.attention.attend(q, kv, batch, layer.spec.attention, layer.sinks).flatten(1)
 
 
 def finish(layer: Layer, device: Device, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -52,14 +52,7 @@ def _mlp(layer: Layer, device: Device, x: torch.Tensor) -> torch.Tensor:
     if isinstance(mlp, ExpertMlp):
         assert spec.experts is not None
         return expert_mlp(mlp, spec.experts.routing, device, x)
-    gate_up = mlp.gate_up(x)
-    return mlp.down(device.elementwise.silu_mul(gate_up) if spec.activation == "silu" else _gelu_mul(gate_up))
-
-
-def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) * up of [num_rows, 2 * size], gate first."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh").mul_(up)
+    return mlp.down(activate(device.elementwise, spec.activation, mlp.gate_up(x)))
 
 
 def _norm(layer: Layer, device: Device, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -96,12 +89,19 @@ def read_layer(
             min_bits=min_bits,
         )
 
-    def one_expert(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up, down = (
-            weights.take(f"{prefix}.{names[part].format(expert)}.weight", shape)
-            for part, shape in spec.expert_weights.items()
-        )
-        return torch.cat((gate, up)), down
+    def one_expert(expert: int) -> ExpertWeights:
+        assert spec.experts is not None
+
+        def read(kind: str) -> list[torch.Tensor]:
+            """Gate and up in one, and down."""
+            parts = [
+                weights.take(f"{prefix}.{names[part].format(expert)}.{kind}", shape if kind == "weight" else shape[:1])
+                for part, shape in spec.expert_weights.items()
+            ]
+            both = (parts[0][0::2], parts[0][1::2]) if len(parts) == 2 else parts[:2]
+            return [torch.cat(tuple(both)), parts[-1]]
+
+        return ExpertWeights(*read("weight"), *(read("bias") if spec.experts.has_biases else ()))
 
     def grouped(experts: Experts) -> GroupedMlp:
         found = device.grouped_mlp(experts, spec.activation, map(one_expert, range(experts.routing.num_experts)))
@@ -129,6 +129,7 @@ def read_layer(
         qkv=product("q", "k", "v"),
         output=summed(product("output"), collectives),
         mlp=mlp(),
+        sinks=take("sinks", "weight", spec.weights["sinks"]).float() if spec.has_sinks else None,
     )
 
 

@@ -90,7 +90,7 @@ def _cuts_of_layer(layer: LayerSpec, rank: Rank) -> dict[str, Cut]:
         cuts |= _cuts_of_mlp(mlp, layer, rank)
     if unknown := layer.weights.keys() - layer.norm_weights.keys() - cuts.keys() - _WHOLE:
         raise CheckpointError(f"ranks cannot split {', '.join(sorted(unknown))}")
-    if summed := {part for part in layer.biases if cuts[part].axis == 1}:
+    if summed := {part for part in layer.biases if part in cuts and cuts[part].axis == 1}:
         raise CheckpointError(f"the bias of {', '.join(sorted(summed))} would be added once for each rank")
     return cuts
 

@@ -18,7 +18,19 @@ PROMPT = [5, 77, 130, 9, 200, 41, 41, 270, 3, 18, 99, 64, 250, 7, 7, 7, 161, 12,
 PARAMS = SamplingParams(seed=1, max_tokens=64, temperature=0.0, num_logprobs=1)
 FAMILIES = {
     name: TinyModel(architecture=name)
-    for name in ("llama", "qwen2", "qwen3", "olmo2", "phi3", "granite", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+    for name in (
+        "llama",
+        "qwen2",
+        "qwen3",
+        "olmo2",
+        "phi3",
+        "granite",
+        "gpt_oss",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "olmoe",
+    )
 }
 
 

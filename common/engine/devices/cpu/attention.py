@@ -11,7 +11,7 @@ from common.checkpoint.layers import AttentionOptions
 from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.devices.cpu.gathers import DecodeGroup, Gathers
 from common.engine.devices.cpu.native.ops import NativeOps
-from common.engine.devices.cpu.torch_prefill import cap_scores, causal_attention
+from common.engine.devices.cpu.torch_prefill import cap_scores, causal_attention, softmax
 from common.engine.kv.attention_planes import read_rows, write_rows
 from common.engine.kv.quantized import is_quantized
 
@@ -19,7 +19,8 @@ from common.engine.kv.quantized import is_quantized
 class CpuAttention:
     """`AttentionBackend`. Keeps the gathers of the step being computed.
 
-    The compiled operators take each layer that they know: no quantized cache, and in `attend` no soft cap.
+    The compiled operators take each layer that they know: no quantized cache, and in `attend` neither soft cap nor
+    sinks.
     """
 
     def __init__(self, ops: NativeOps | None) -> None:
@@ -47,21 +48,29 @@ class CpuAttention:
         write_rows(kv, gathers.written_slots, k, v)
         return rotate(q, cos, sin)
 
-    def attend(self, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, options: AttentionOptions) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Causal attention of every new token over its sequence. Returns [num_tokens, num_heads, head_dim]."""
         gathers = self._gathers_of(batch, kv, q.dtype)
         output = torch.empty_like(q)
         runs = gathers.prefill_runs(options.window)
-        if self._ops is not None and not options.soft_cap and not is_quantized(kv[0].dtype):
+        is_known = not options.soft_cap and sinks is None and not is_quantized(kv[0].dtype)
+        if self._ops is not None and is_known:
             if len(runs) < batch.seq_lens.shape[0]:
                 self._ops.decode_attention(output, q, kv, batch, options)
         else:
             for group in gathers.decode_groups(options.window):
-                output[group.rows] = _attend_group(q[group.rows], kv, group, options)
+                output[group.rows] = _attend_group(q[group.rows], kv, group, options, sinks)
         for run in runs:
             rows = slice(run.first_row, run.last_row)
             k, v = read_rows(kv, run.slots, q.dtype)
-            output[rows] = causal_attention(q[rows], k, v, options)
+            output[rows] = causal_attention(q[rows], k, v, options, sinks)
         return output
 
     def _gathers_of(self, batch: AttentionBatch, kv: LayerKV, dtype: torch.dtype) -> Gathers:
@@ -84,16 +93,21 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return rotated
 
 
-def _attend_group(q: torch.Tensor, kv: LayerKV, group: DecodeGroup, options: AttentionOptions) -> torch.Tensor:
+def _attend_group(
+    q: torch.Tensor, kv: LayerKV, group: DecodeGroup, options: AttentionOptions, sinks: torch.Tensor | None
+) -> torch.Tensor:
     num_seqs, max_len = group.slots.shape
     k, v = (
         rows.view(num_seqs, max_len, *rows.shape[1:]).transpose(1, 2)  # [num_seqs, num_kv_heads, max_len, head_dim]
         for rows in read_rows(kv, group.slots.view(-1), q.dtype)
     )
     grouped_q = q.view(num_seqs, k.shape[1], -1, q.shape[2])
-    if not options.soft_cap:
+    if not options.soft_cap and sinks is None:
         attended = F.scaled_dot_product_attention(grouped_q, k, v, attn_mask=group.mask, scale=options.scale)
         return attended.reshape(q.shape)
-    scores = cap_scores(grouped_q.float() @ k.float().transpose(2, 3) * options.scale, options.soft_cap)
+    scores = grouped_q.float() @ k.float().transpose(2, 3) * options.scale
+    if options.soft_cap:
+        scores = cap_scores(scores, options.soft_cap)
     scores += group.mask
-    return (scores.softmax(-1).to(v.dtype) @ v).reshape(q.shape)
+    of_heads = sinks.view(1, k.shape[1], -1, 1) if sinks is not None else None
+    return (softmax(scores, of_heads).to(v.dtype) @ v).reshape(q.shape)

@@ -38,6 +38,7 @@ def is_known(layer: Layer) -> bool:
         and is_llama_like
         and spec.activation == "silu"
         and spec.residual_scale == 1
+        and not spec.has_sinks
         and spec.attention.is_plain
     )
 

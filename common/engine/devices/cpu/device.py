@@ -1,14 +1,15 @@
 """The CPU as a `Device`: compiled operators where there is a compiler, torch's elsewhere."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from common.checkpoint import CheckpointError
 from common.checkpoint.layers import Activation, Experts
 from common.engine.contract.attention import LayerKV
-from common.engine.contract.device import Capture, CompiledRun, GroupedMlp, Layer, Linear, Mlp, Tail
-from common.engine.contract.elementwise import Elementwise, TorchElementwise
+from common.engine.contract.device import Capture, CompiledRun, ExpertWeights, GroupedMlp, Layer, Linear, Mlp, Tail
+from common.engine.contract.elementwise import Elementwise, TorchElementwise, activate
 from common.engine.contract.experts import TorchExperts
 from common.engine.devices.cpu.attention import CpuAttention
 from common.engine.devices.cpu.compiled import compile_layers
@@ -50,14 +51,14 @@ class CpuDevice:
             products = products.with_bits(min_bits)
         return cpu_linear(weight, bias, products)
 
-    def grouped_mlp(
-        self, experts: Experts, activation: Activation, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
-    ) -> GroupedMlp:
-        mlps = [Mlp(self.linear(gate_up), self.linear(down)) for gate_up, down in weights]
+    def grouped_mlp(self, experts: Experts, activation: Activation, weights: Iterable[ExpertWeights]) -> GroupedMlp:
+        mlps = [
+            Mlp(self.linear(one.gate_up, one.gate_up_bias), self.linear(one.down, one.down_bias)) for one in weights
+        ]
         if self._products is not None and activation == "silu" and all(map(is_packed, mlps)):
             native = NativeExperts(self._products.library, experts, mlps)
             return GroupedMlp(native, native)
-        return GroupedMlp(TorchExperts(mlps, self.elementwise.silu_mul))
+        return GroupedMlp(TorchExperts(mlps, partial(activate, self.elementwise, activation)))
 
     def compile(self, layers: Sequence[Layer], tail: Tail) -> Mapping[int, CompiledRun]:
         return compile_layers(layers, tail, self._products) if self._products is not None else {}

@@ -12,7 +12,9 @@ from common.checkpoint.layers import AttentionOptions
 TILE_ROWS = 64
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """The last len(q) tokens attend to all up to themselves, or to the window that ends with them.
 
     q: [num_new, num_heads, head_dim], k and v: [seq_len, num_kv_heads, head_dim]. Returns the shape of q. The query
@@ -33,10 +35,18 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options:
         if options.soft_cap:
             scores = cap_scores(scores, options.soft_cap)
         _hide(scores, options.window)
-        weights = scores.softmax(-1).to(v.dtype).flatten(1, 2)
+        of_heads = sinks.view(num_kv_heads, -1, 1, 1) if sinks is not None else None
+        weights = softmax(scores, of_heads).to(v.dtype).flatten(1, 2)
         attended = torch.bmm(weights, values[:, start:end]).view(num_kv_heads, -1, last - first, head_dim)
         output[first:last] = attended.permute(2, 0, 1, 3).flatten(1, 2)
     return output
+
+
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Over the last axis, of which each row has one score more, that of its sink, [..., 1], which is no key's."""
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1).softmax(-1)[..., :-1]
 
 
 def cap_scores(scores: torch.Tensor, soft_cap: float) -> torch.Tensor:

@@ -23,6 +23,7 @@ def attend_reference(
     *,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of one sequence in float64."""
     group = query.shape[1] // key.shape[1]
@@ -35,12 +36,22 @@ def attend_reference(
     hidden = key_pos > query_pos
     if window:
         hidden |= key_pos <= query_pos - window
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, scores.shape[1], 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[0]]
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
 def paged_attention_reference(
-    q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, *, window: int = 0, soft_cap: float = 0.0
+    q: torch.Tensor,
+    kv: LayerKV,
+    batch: AttentionBatch,
+    scale: float,
+    *,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Float64 attention of every new token over its sequence; zero for the tokens of a sequence of length 0."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -50,5 +61,5 @@ def paged_attention_reference(
         if rows.start == rows.stop or seq_len == 0:
             continue
         key, value = gather_reference(kv, batch.block_tables[idx], seq_len)
-        out[rows] = attend_reference(q[rows], key, value, scale, window=window, soft_cap=soft_cap)
+        out[rows] = attend_reference(q[rows], key, value, scale, window=window, soft_cap=soft_cap, sinks=sinks)
     return out

@@ -15,7 +15,7 @@ from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.devices.triton.attention_reference import paged_attention_reference
 from common.engine.devices.triton.kv_layout import KVLayout, load_tile
 from common.engine.devices.triton.launch import jit, launch
-from common.engine.devices.triton.tiles import normalized, online_softmax, paged_slots, scaled_scores
+from common.engine.devices.triton.tiles import normalized, online_softmax, paged_slots, scaled_scores, start_with_sinks
 
 decode_attention_reference = paged_attention_reference
 
@@ -75,6 +75,7 @@ def decode_attention_kernel(
     block_tables_ptr: tl.tensor,  # [num_seqs, max_blocks] int32
     cu_seqlens_q_ptr: tl.tensor,  # [num_seqs + 1] int32
     seq_lens_ptr: tl.tensor,  # [num_seqs] int32
+    sinks_ptr: tl.tensor,  # [num_heads] float32; read only if HAS_SINKS
     scale: tl.tensor,
     q_token_stride: tl.tensor,
     q_head_stride: tl.tensor,
@@ -90,6 +91,7 @@ def decode_attention_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     KIND: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ) -> None:
     """grid: (num_splits, NUM_KV_HEADS, num_seqs)."""
     split = tl.program_id(0)
@@ -114,6 +116,10 @@ def decode_attention_kernel(
     acc = tl.zeros([GROUP_TILE, DIM_TILE], tl.float32)
     row_max = tl.full([GROUP_TILE], float("-inf"), tl.float32)
     row_sum = tl.zeros([GROUP_TILE], tl.float32)
+    if HAS_SINKS:  # counted once, in the first split that has keys
+        sink, one = start_with_sinks(sinks_ptr, head, row < GROUP)
+        is_first = split == first_key(seq_len, WINDOW) // SPLIT
+        row_max, row_sum = tl.where(is_first, sink, row_max), tl.where(is_first, one, row_sum)
     for tile_start in range(start, end, BLOCK_N):
         key_pos = tile_start + tl.arange(0, BLOCK_N)
         in_range = (key_pos < end) & (key_pos >= first_key(seq_len, WINDOW))
@@ -184,6 +190,7 @@ def decode_attention(
     *,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [num_heads] float32
     tiles: DecodeTiles | None = None,
 ) -> torch.Tensor:
     """Attention of each sequence's one new token; zero where seq_len is 0 (the padding of a captured batch).
@@ -205,12 +212,12 @@ def decode_attention(
     launch(
         decode_attention_kernel, (num_splits, layout.num_kv_heads, num_seqs), q.device,
         partial, log_sum, q, layout.key, layout.value, layout.key_scale, layout.value_scale,
-        batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, scale,
+        batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, log_sum if sinks is None else sinks, scale,
         q.stride(0), q.stride(1), batch.block_tables.stride(0),
         GROUP=group, GROUP_TILE=max(16, triton.next_power_of_2(group)), BLOCK_SIZE=layout.key.shape[1],
         NUM_KV_HEADS=layout.num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile,
         BLOCK_N=tiles.block_n, SPLIT=SPLIT_LEN, WINDOW=window, SOFT_CAP=soft_cap, KIND=layout.kind,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        HAS_SINKS=sinks is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(

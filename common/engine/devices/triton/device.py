@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from common.checkpoint import CheckpointError
 from common.checkpoint.layers import Activation, AttentionOptions, Experts
 from common.engine.contract.attention import AttentionBatch, LayerKV
-from common.engine.contract.device import Capture, CompiledRun, GroupedMlp, Layer, Linear, Tail
+from common.engine.contract.device import Capture, CompiledRun, ExpertWeights, GroupedMlp, Layer, Linear, Mlp, Tail
+from common.engine.contract.elementwise import activate
+from common.engine.contract.experts import TorchExperts
 from common.engine.devices.triton.capture import CudaCapture
 from common.engine.devices.triton.decode_attention import decode_attention
 from common.engine.devices.triton.device_draws import TritonDraws
@@ -47,14 +49,21 @@ class TritonAttention:
         """Rotate q and k, write k and v to their slots (below 0: not written); returns the rotated q."""
         return rope_and_write(q, k, v, cos_sin, batch.positions, kv, batch.slot_mapping)
 
-    def attend(self, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, options: AttentionOptions) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """A step of single tokens splits the keys over programs; any other mix goes through the prefill kernel."""
         parts = (q, kv, batch, options.scale)
         tuned, window, soft_cap = self.tiles, options.window, options.soft_cap
         if batch.max_query_len <= 1:
-            return decode_attention(*parts, window=window, soft_cap=soft_cap, tiles=tuned.decode)
+            return decode_attention(*parts, window=window, soft_cap=soft_cap, sinks=sinks, tiles=tuned.decode)
         tiles = tuned.prefill if batch.max_query_len > SHORT_QUERY_LEN else None
-        return prefill_attention(*parts, window=window, soft_cap=soft_cap, tiles=tiles)
+        return prefill_attention(*parts, window=window, soft_cap=soft_cap, sinks=sinks, tiles=tiles)
 
 
 class TritonDevice:
@@ -74,17 +83,21 @@ class TritonDevice:
         """By torch, that is by cuBLAS."""
         return Linear(weight.shape[1], weight.shape[0], partial(F.linear, weight=weight, bias=bias))
 
-    def grouped_mlp(
-        self, experts: Experts, activation: Activation, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
-    ) -> GroupedMlp:
-        """By our own kernel, of stacked weights; they are copied in one after another."""
+    def grouped_mlp(self, experts: Experts, activation: Activation, weights: Iterable[ExpertWeights]) -> GroupedMlp:
+        """By our own kernel, of stacked weights, copied in one after another; torch computes what it cannot."""
+        if experts.has_biases or activation != "silu":
+            return GroupedMlp(TorchExperts([*map(self._mlp, weights)], partial(activate, self.elementwise, activation)))
         stacks: list[torch.Tensor] = []
-        for idx, parts in enumerate(weights):
+        for idx, (*parts, _, _) in enumerate(weights):
             stacks = stacks or [part.new_empty((experts.routing.num_experts, *part.shape)) for part in parts]
             for stack, part in zip(stacks, parts, strict=True):
                 stack[idx].copy_(part)
         gate_up, down = stacks
         return GroupedMlp(TritonExperts(gate_up, down))
+
+    def _mlp(self, weights: ExpertWeights) -> Mlp:
+        gate_up, down, gate_up_bias, down_bias = weights
+        return Mlp(self.linear(gate_up, gate_up_bias), self.linear(down, down_bias))
 
     def compile(self, layers: Sequence[Layer], tail: Tail) -> Mapping[int, CompiledRun]:
         """None: steps are recorded as a whole instead, see `new_capture`."""

@@ -15,7 +15,14 @@ from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.devices.triton.attention_reference import paged_attention_reference
 from common.engine.devices.triton.kv_layout import KVLayout, load_tile
 from common.engine.devices.triton.launch import all_registers, jit, launch, num_processors, nvidia_arch
-from common.engine.devices.triton.tiles import is_visible, normalized, online_softmax, paged_slots, scaled_scores
+from common.engine.devices.triton.tiles import (
+    is_visible,
+    normalized,
+    online_softmax,
+    paged_slots,
+    scaled_scores,
+    start_with_sinks,
+)
 
 prefill_attention_reference = paged_attention_reference
 
@@ -141,6 +148,7 @@ def attend_tile(
     seq_len: tl.tensor,
     place: tl.tuple,  # first token and number of new tokens of the sequence, first new token of the tile
     kv_head: tl.tensor,
+    sinks_ptr: tl.tensor,
     scale: tl.tensor,
     q_token_stride: tl.tensor,
     q_head_stride: tl.tensor,
@@ -154,6 +162,7 @@ def attend_tile(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     KIND: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ) -> None:
     """One tile of rows over all keys that it may see."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -172,6 +181,8 @@ def attend_tile(
     acc = tl.zeros([BLOCK_M, DIM_TILE], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        row_max, row_sum = start_with_sinks(sinks_ptr, head, row < BLOCK_Q * GROUP)
     state = (acc, row_max, row_sum)
     query_pos = first_pos + row // GROUP
     if WINDOW > 0:
@@ -204,6 +215,7 @@ def prefill_attention_kernel(
     seq_lens_ptr: tl.tensor,  # [num_seqs] int32
     num_seqs: tl.tensor,
     num_tiles: tl.tensor,  # upper bound of query tiles over all sequences
+    sinks_ptr: tl.tensor,  # [num_heads] float32; read only if HAS_SINKS
     scale: tl.tensor,
     q_token_stride: tl.tensor,
     q_head_stride: tl.tensor,
@@ -218,6 +230,7 @@ def prefill_attention_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     KIND: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     IS_PERSISTENT: tl.constexpr,
 ) -> None:
     """grid: (num_tiles * NUM_KV_HEADS,), or as many programs as run at once if IS_PERSISTENT."""
@@ -231,9 +244,9 @@ def prefill_attention_kernel(
             if first_query < query_len:
                 attend_tile(
                     out_ptr, q_ptr, planes, block_tables_ptr + seq.to(tl.int64) * block_table_stride,
-                    tl.load(seq_lens_ptr + seq), (first_token, query_len, first_query), work % NUM_KV_HEADS, scale,
-                    q_token_stride, q_head_stride, GROUP, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, DIM_TILE,
-                    BLOCK_M, BLOCK_N, WINDOW, SOFT_CAP, KIND,
+                    tl.load(seq_lens_ptr + seq), (first_token, query_len, first_query), work % NUM_KV_HEADS,
+                    sinks_ptr, scale, q_token_stride, q_head_stride, GROUP, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM,
+                    DIM_TILE, BLOCK_M, BLOCK_N, WINDOW, SOFT_CAP, KIND, HAS_SINKS,
                 )  # fmt: skip
     else:
         tile = num_tiles - 1 - tl.program_id(0) // NUM_KV_HEADS
@@ -242,9 +255,9 @@ def prefill_attention_kernel(
             return
         attend_tile(
             out_ptr, q_ptr, planes, block_tables_ptr + seq.to(tl.int64) * block_table_stride,
-            tl.load(seq_lens_ptr + seq), (first_token, query_len, first_query), tl.program_id(0) % NUM_KV_HEADS, scale,
-            q_token_stride, q_head_stride, GROUP, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, DIM_TILE,
-            BLOCK_M, BLOCK_N, WINDOW, SOFT_CAP, KIND,
+            tl.load(seq_lens_ptr + seq), (first_token, query_len, first_query), tl.program_id(0) % NUM_KV_HEADS,
+            sinks_ptr, scale, q_token_stride, q_head_stride, GROUP, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, DIM_TILE,
+            BLOCK_M, BLOCK_N, WINDOW, SOFT_CAP, KIND, HAS_SINKS,
         )  # fmt: skip
 
 
@@ -256,6 +269,7 @@ def prefill_attention(
     *,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [num_heads] float32
     tiles: PrefillTiles | None = None,
 ) -> torch.Tensor:
     """Attention of every new token over its sequence; a sequence may have any number of them, also one or none.
@@ -281,11 +295,12 @@ def prefill_attention(
     launch(
         prefill_attention_kernel, (num_programs,), q.device,
         out, q, layout.key, layout.value, layout.key_scale, layout.value_scale,
-        batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, num_seqs, num_tiles, scale,
+        batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, num_seqs, num_tiles,
+        batch.seq_lens if sinks is None else sinks, scale,
         q.stride(0), q.stride(1), batch.block_tables.stride(0),
         GROUP=group, BLOCK_SIZE=layout.key.shape[1], NUM_KV_HEADS=layout.num_kv_heads,
         HEAD_DIM=head_dim, DIM_TILE=triton.next_power_of_2(head_dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        WINDOW=window, SOFT_CAP=soft_cap, KIND=layout.kind, IS_PERSISTENT=tiles.is_persistent,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **registers,
+        WINDOW=window, SOFT_CAP=soft_cap, KIND=layout.kind, HAS_SINKS=sinks is not None,
+        IS_PERSISTENT=tiles.is_persistent, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **registers,
     )  # fmt: skip
     return out

@@ -84,6 +84,13 @@ def online_softmax(
 
 
 @jit
+def start_with_sinks(sinks_ptr: tl.tensor, head: tl.tensor, mask: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Greatest score and sum of a running softmax that has seen each head's sink and no key yet."""
+    sinks = tl.load(sinks_ptr + head, mask=mask, other=0.0) * LOG2_E
+    return sinks, tl.full(sinks.shape, 1.0, tl.float32)
+
+
+@jit
 def normalized(acc: tl.tensor, row_sum: tl.tensor) -> tl.tensor:
     """Softmax-weighted mean; zero for a row that saw no key."""
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]

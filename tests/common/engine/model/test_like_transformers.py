@@ -22,6 +22,7 @@ FAMILIES = {
     "qwen3 with biases": TinyModel(architecture="qwen3", has_biases=True),
     "granite": TinyModel(architecture="granite"),
     "phi3": TinyModel(architecture="phi3"),
+    "gpt_oss": TinyModel(architecture="gpt_oss"),
     "mixtral": TinyModel(architecture="mixtral"),
     "qwen2_moe": TinyModel(architecture="qwen2_moe"),
     "qwen3_moe": TinyModel(architecture="qwen3_moe"),

@@ -197,6 +197,36 @@ def test_fp8_in_blocks_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=0)
 
 
+def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[num_experts, in, out] -> codes [num_experts, out, in / 32, 16] and scales, groups of 32 inputs."""
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+    groups = weight.transpose(1, 2).unflatten(2, (-1, 32))
+    powers = (groups.abs().amax(-1) / 6).log2().ceil()
+    codes = (groups / powers.exp2()[..., None]).unsqueeze(-1).sub(numbers).abs().argmin(-1)
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8), (powers + 127).to(torch.uint8)
+
+
+def test_mxfp4_experts_give_the_logits_of_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("transformers.integrations.mxfp4")
+    model = TinyModel(architecture="gpt_oss")
+    path, plain = (write_tiny_model(tmp_path / name, model) for name in ("m", "plain"))
+    tensors = load_file(path / "model.safetensors")
+    stored, exact = dict(tensors), dict(tensors)
+    for name in (name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))):
+        codes, scales = mxfp4(stored.pop(name))
+        stored |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+        exact[name] = theirs.convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(exact, plain / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (path / "config.json").write_text(json.dumps(fields))
+    assert torch.equal(forward_in_chunks(*load(path), [20]), forward_in_chunks(*load(plain), [20]))
+    del stored["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="down_proj_scales is missing"):
+        open_checkpoint(path)
+
+
 PROJECTION = "model.layers.0.mlp.up_proj"
 
 

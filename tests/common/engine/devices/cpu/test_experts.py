@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.checkpoint.layers import Experts, Routing
-from common.engine.contract.device import Linear, Mlp
+from common.engine.contract.device import ExpertWeights, Linear, Mlp
 from common.engine.contract.elementwise import TorchElementwise
 from common.engine.contract.experts import TorchExperts
 from common.engine.devices.cpu.device import CpuDevice
@@ -26,11 +26,11 @@ def ops() -> NativeOps:
     return found
 
 
-def weights() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def weights() -> list[ExpertWeights]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2 * SPEC.intermediate_size, HIDDEN), (HIDDEN, SPEC.intermediate_size))
     return [
-        (one.bfloat16(), other.bfloat16())
+        ExpertWeights(one.bfloat16(), other.bfloat16())
         for one, other in ((torch.randn(shape, generator=generator) / 8 for shape in shapes) for _ in range(7))
     ]
 
@@ -49,7 +49,7 @@ def test_the_result_is_near_float32_and_depends_on_the_row_only(
     grouped = CpuDevice(torch.bfloat16, ops, quantization).grouped_mlp(SPEC, "silu", weights())
     assert isinstance(grouped.packed, NativeExperts)
     x, expert_ids, shares = rows(num_rows)
-    exact = [Mlp(_linear(one.float()), _linear(other.float())) for one, other in weights()]
+    exact = [Mlp(_linear(one.float()), _linear(other.float())) for one, other, *_ in weights()]
     expected = TorchExperts(exact, TorchElementwise().silu_mul)(x.float(), expert_ids, shares)
     torch.set_num_threads(2)
     found = grouped.apply(x, expert_ids, shares)
@@ -62,7 +62,9 @@ def test_the_result_is_near_float32_and_depends_on_the_row_only(
 
 def test_experts_that_cannot_be_packed_are_computed_in_torch() -> None:
     device = CpuDevice(torch.float32, native_ops())
-    grouped = device.grouped_mlp(SPEC, "silu", [(one.float(), other.float()) for one, other in weights()])
+    grouped = device.grouped_mlp(
+        SPEC, "silu", [ExpertWeights(one.float(), other.float()) for one, other, *_ in weights()]
+    )
     assert grouped.packed is None
     assert isinstance(grouped.apply, TorchExperts)
 

@@ -58,7 +58,7 @@ SHAPE_AXES: dict[str, tuple[Any, ...]] = {
     "poison": (float("nan"), float("inf")),
     "kv_dtype": KV_DTYPES,
 }
-OPTION_AXES: dict[str, tuple[Any, ...]] = {"window": (0, 1, 7, 64), "soft_cap": (0.0, 2.0)}
+OPTION_AXES: dict[str, tuple[Any, ...]] = {"window": (0, 1, 7, 64), "soft_cap": (0.0, 2.0), "has_sinks": (False, True)}
 # (seq_len, query_len) per sequence: block_size and tile edges, cached prefixes of any length, and no work at all.
 PREFILL_BATCHES = (
     (),
@@ -103,7 +103,10 @@ def check_decode(case: Case, device: str) -> None:
 
 def _attention_inputs(case: Case, device: str) -> tuple[AttentionCase, dict[str, Any]]:
     shape = Shape(**{name: case[name] for name in SHAPE_AXES}, device=device)
-    return attention_case(case["batch"], shape), {name: case[name] for name in OPTION_AXES}
+    inputs, options = attention_case(case["batch"], shape), {name: case[name] for name in OPTION_AXES}
+    num_heads = inputs.q.shape[1]
+    sinks = torch.linspace(-1.0, 2.0, num_heads, device=device) if options.pop("has_sinks") else None
+    return inputs, options | {"sinks": sinks}
 
 
 def check_rope_and_write(case: Case, device: str) -> None:
