@@ -36,14 +36,14 @@ GEMMA3_FIELDS = {
 
 CLASSES = {
     **{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "gemma3": "Gemma3"},
-    **{"phi3": "Phi3", "granite": "Granite", "gpt_oss": "GptOss"},
+    **{"phi3": "Phi3", "granite": "Granite", "gpt_oss": "GptOss", "glm4_moe": "Glm4Moe"},
     **{"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"},
 }
 # Where the experts lie, the router and the names of an expert's gate, up and down.
 _QWEN_PARTS = ("mlp", "gate", "gate_proj", "up_proj", "down_proj")
 EXPERT_PARTS = {
     "mixtral": ("block_sparse_moe", "gate", "w1", "w3", "w2"),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_PARTS),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"), _QWEN_PARTS),
 }
 NUM_EXPERTS, NUM_ACTIVE, EXPERT_SIZE, SHARED_SIZE = 8, 3, 32, 96
 EXPERT_FIELDS = {
@@ -57,6 +57,10 @@ GPT_OSS_FIELDS: dict[str, Any] = {
     **{"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_ACTIVE, "sliding_window": 5},
     **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 64},
+}
+GLM4_MOE_FIELDS: dict[str, Any] = {
+    **{"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 3, "n_group": 4, "topk_group": 2, "use_qk_norm": True},
+    **{"routed_scaling_factor": 1.5, "norm_topk_prob": True, "attention_bias": True, "first_k_dense_replace": 0},
 }
 GRANITE_FIELDS: dict[str, Any] = {
     **{"embedding_multiplier": 3.0, "attention_multiplier": 0.4},
@@ -117,7 +121,9 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _config(model: TinyModel) -> dict[str, Any]:
     normalized = {"norm_topk_prob": model.architecture == "qwen3_moe"}
     extra: dict[str, Any] = EXPERT_FIELDS | normalized if model.architecture in EXPERT_PARTS else {}
-    extra |= {"gpt_oss": GPT_OSS_FIELDS, "granite": GRANITE_FIELDS}.get(model.architecture, {})
+    extra |= {"gpt_oss": GPT_OSS_FIELDS, "granite": GRANITE_FIELDS, "glm4_moe": GLM4_MOE_FIELDS}.get(
+        model.architecture, {}
+    )
     extra |= {"attention_bias": True, "mlp_bias": model.architecture == "llama"} if model.has_biases else {}
     return (GEMMA3_FIELDS if model.architecture == "gemma3" else extra) | {
         "architectures": [f"{CLASSES[model.architecture]}ForCausalLM"],
@@ -184,7 +190,7 @@ def _change(
 ) -> None:
     """What the architecture has besides, or elsewhere, than a plain layer."""
     hidden, q_size, kv_size = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    if model.architecture in ("qwen2", "qwen2_moe"):
+    if model.architecture in ("qwen2", "qwen2_moe", "glm4_moe"):
         sizes = {"q": q_size, "k": kv_size, "v": kv_size}
         tensors |= {f"{prefix}.self_attn.{n}_proj.bias": randn(size, std=0.5) for n, size in sizes.items()}
     if model.architecture == "gemma3":
@@ -207,7 +213,7 @@ def _change(
         tensors[f"{prefix}.post_feedforward_layernorm.weight"] = tensors.pop(f"{prefix}.input_layernorm.weight")
         sizes = {"q": q_size, "k": kv_size}
         tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(size, std=0.1) for n, size in sizes.items()}
-    if model.architecture in ("qwen3", "qwen3_moe"):
+    if model.architecture in ("qwen3", "qwen3_moe", "glm4_moe"):
         tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(model.head_dim, std=0.1) for n in "qk"}
 
 
@@ -221,11 +227,14 @@ def _experts(model: TinyModel, prefix: str, linear: Callable[..., torch.Tensor])
         of_expert = f"{prefix}.{where}.experts.{expert}"
         tensors |= {f"{of_expert}.{part}.weight": linear(inner, hidden, gain=1.5) for part in (gate, up)}
         tensors[f"{of_expert}.{down}.weight"] = linear(hidden, inner, gain=1.5)
-    if model.architecture == "qwen2_moe":
-        shared = f"{prefix}.mlp.shared_expert"
+    if model.architecture in ("qwen2_moe", "glm4_moe"):
+        shared = f"{prefix}.mlp.shared_expert{'s' if model.architecture == 'glm4_moe' else ''}"
         tensors |= {f"{shared}.{part}_proj.weight": linear(SHARED_SIZE, hidden, gain=1.5) for part in ("gate", "up")}
         tensors[f"{shared}.down_proj.weight"] = linear(hidden, SHARED_SIZE, gain=1.5)
+    if model.architecture == "qwen2_moe":
         tensors[f"{shared}_gate.weight"] = linear(1, hidden)
+    if model.architecture == "glm4_moe":
+        tensors[f"{prefix}.mlp.gate.e_score_correction_bias"] = linear(NUM_EXPERTS, 1, gain=0.2)[:, 0].contiguous()
     return tensors
 
 

@@ -55,6 +55,13 @@ QWEN_MOE_NAMES: Mapping[str, str] = MappingProxyType(
         "shared_weight": "mlp.shared_expert_gate",
     }
 )
+GLM4_MOE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **QWEN_MOE_NAMES,
+        "choice_bias": "mlp.gate.e_score_correction_bias",
+        **{f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+    }
+)
 GPT_OSS_NAMES: Mapping[str, str] = MappingProxyType(
     {
         **LLAMA_NAMES,
@@ -90,6 +97,10 @@ def _with_qkv_bias(layer: LayerSpec) -> LayerSpec:
     return replace(layer, qkv_bias=True)
 
 
+def _without_output_bias(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, output_bias=False)
+
+
 def _with_sinks(layer: LayerSpec) -> LayerSpec:
     return replace(layer, has_sinks=True)
 
@@ -112,6 +123,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2": Family(("Qwen2ForCausalLM",), _with_qkv_bias),
         "qwen3": Family(("Qwen3ForCausalLM",), _with_head_norms),
         "gpt_oss": Family(("GptOssForCausalLM",), _with_sinks, GPT_OSS_NAMES, activation="clamped"),
+        "glm4moe": Family(("Glm4MoeForCausalLM",), _without_output_bias, GLM4_MOE_NAMES),
         "granite": Family(("GraniteForCausalLM",), has_permuted_gguf=True),
         "phi3": Family(("Phi3ForCausalLM",), names=PHI3_NAMES),
         "mixtral": Family(("MixtralForCausalLM",), names=MIXTRAL_NAMES, has_permuted_gguf=True),
@@ -153,6 +165,7 @@ def _plain_layer(spec: ModelSpec, idx: int, window: int, activation: Activation)
         rope=rope,
         attention=AttentionOptions(scale, window, spec.attention_soft_cap),
         activation=activation,
+        qk_norm="head" if spec.has_head_norms else "none",
         qkv_bias=spec.attention_bias,
         output_bias=spec.attention_bias,
         mlp_bias=spec.mlp_bias,

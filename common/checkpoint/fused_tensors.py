@@ -22,7 +22,19 @@ STACKS = {
     "ffn_gate_up_exps.weight": ("expert_gate", "expert_up"),
     "ffn_down_exps.weight": ("expert_down",),
 }
+BARE_PARTS = ("sinks", "choice_bias")
 PACKED_ROUTER = "mlp.gate.weight"  # so called beside stacks, whatever the family calls it
+
+
+def named_like_weights(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """`tensors` with the ending of a weight where a file has none, and without those of layers that only draft."""
+    names, found = family_of(spec).names, {}
+    bare = tuple(f".{names[part]}" for part in BARE_PARTS if part in names)
+    drafting = tuple(f"model.layers.{spec.num_layers + idx}." for idx in range(spec.num_drafting_layers))
+    for name, tensor in tensors.items():
+        if not drafting or not name.startswith(drafting):
+            found[f"{name}.weight" if bare and name.endswith(bare) else name] = tensor
+    return found
 
 
 def unstack_experts(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from common.checkpoint.tensors import QuantizedTensor, StoredTensor, Tensor
 
 MXFP4_GROUP, MXFP4_BYTES = 32, 16  # inputs that share a scale, and the bytes of their codes
 PARTS = {"gate_up_proj": "expert_gate_up", "down_proj": "expert_down"}
-SINKS = "self_attn.sinks"
 
 
 def gpt_oss_experts(config: Mapping[str, Any], routing: Routing, size: int) -> Experts:
@@ -32,8 +31,6 @@ def find_gpt_oss(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict[s
     names = family_of(spec).names
     for idx, layer in enumerate(layers_of(spec)):
         prefix = f"model.layers.{idx}"
-        if f"{prefix}.{SINKS}" in found:
-            found[f"{prefix}.{SINKS}.weight"] = found.pop(f"{prefix}.{SINKS}")
         assert layer.experts is not None
         for stem, part in PARTS.items():
             shape = layer.expert_weights[part]

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from common.checkpoint.checkpoint import Checkpoint, GenerationDefaults
 from common.checkpoint.digest import digest_files
-from common.checkpoint.fused_tensors import split_fused, unstack_experts
+from common.checkpoint.fused_tensors import named_like_weights, split_fused, unstack_experts
 from common.checkpoint.gpt_oss import find_gpt_oss
 from common.checkpoint.hf_config import parse_config
 from common.checkpoint.hf_tokenizer import read_chat_template, read_special_tokens, read_tokenizer
@@ -96,6 +96,7 @@ def _tensors(
     spec: ModelSpec, quantization: QuantizationConfig | None, stored: Mapping[str, StoredTensor]
 ) -> dict[str, Tensor]:
     """One tensor for each weight. Raises CheckpointError by name."""
+    stored = named_like_weights(spec, stored)
     if spec.architecture == "gpt_oss":
         return find_gpt_oss(spec, stored)
     found = assemble(quantization, stored) if quantization is not None else stored

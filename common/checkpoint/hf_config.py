@@ -45,6 +45,11 @@ ABSENT: Mapping[str, Config] = {
         **{"moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},
     },
     "OlmoeForCausalLM": {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64},
+    "Glm4MoeForCausalLM": {
+        **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "norm_topk_prob": True},
+        **{"moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128},
+        **{"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    },
     "GptOssForCausalLM": {
         **{"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128},
         **{"attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4, "rope_theta": 150000.0},
@@ -57,7 +62,7 @@ ABSENT: Mapping[str, Config] = {
     },
 }
 # The families whose classes in transformers have such biases.
-_WITH_BIAS = ("Llama", "Qwen3", "Qwen3Moe", "Olmo2", "Olmoe", "Granite", "GptOss")
+_WITH_BIAS = ("Llama", "Qwen3", "Qwen3Moe", "Olmo2", "Olmoe", "Granite", "GptOss", "Glm4Moe")
 BIASES: Mapping[str, tuple[str, ...]] = {
     "attention_bias": tuple(f"{name}ForCausalLM" for name in _WITH_BIAS),
     "mlp_bias": ("LlamaForCausalLM", "GraniteForCausalLM"),
@@ -100,6 +105,8 @@ def parse_config(config: Config) -> ModelSpec:
         attention_bias=_has_bias(config, "attention_bias"),
         mlp_bias=_has_bias(config, "mlp_bias"),
         rotary_size=rope.size,
+        num_drafting_layers=int(config.get("num_nextn_predict_layers") or 0) if architecture == "glm4moe" else 0,
+        has_head_norms=architecture == "glm4moe" and bool(config.get("use_qk_norm")),
         **read_experts(architecture, config, num_layers),
         **_granite(config, architecture),
     )
@@ -107,7 +114,9 @@ def parse_config(config: Config) -> ModelSpec:
 
 
 def _rope(config: Config, architecture: str, head_dim: int) -> Rope:
-    return read_phi3_rope(config, head_dim=head_dim) if architecture == "phi3" else read_rope(config)
+    if architecture == "phi3":
+        return read_phi3_rope(config, head_dim=head_dim)
+    return read_rope(config, head_dim=head_dim if architecture == "glm4moe" else 0)
 
 
 def _has_bias(config: Config, name: str) -> bool:

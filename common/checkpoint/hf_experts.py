@@ -1,6 +1,7 @@
 """Mixtures of experts as config.json states them, by the fields of each family. Pure."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypedDict
 
 from common.checkpoint.gpt_oss import gpt_oss_experts
@@ -50,12 +51,33 @@ def _qwen2_moe(config: Config, num_layers: int) -> ExpertFields:
     return {"experts": experts, "dense_layers": _dense_layers(config, num_layers)}
 
 
+def _glm4_moe(config: Config, num_layers: int) -> ExpertFields:
+    num_groups, num_active_groups = _count(config, "n_group"), _count(config, "topk_group")
+    routing = replace(
+        _routing(config, "n_routed_experts", is_normalized=bool(config.get("norm_topk_prob"))),
+        scores="sigmoid",
+        scale=float(config["routed_scaling_factor"]),
+        has_choice_bias=True,
+        num_groups=num_groups,
+        num_active_groups=num_active_groups,
+    )
+    if num_active_groups > num_groups or routing.num_experts % num_groups or routing.num_experts < 2 * num_groups:
+        raise CheckpointError(
+            f"config.json: n_group={num_groups}, topk_group={num_active_groups} do not fit the experts"
+        )
+    inner = _count(config, "moe_intermediate_size")
+    first = config.get("first_k_dense_replace") or 0
+    experts = Experts(routing, inner, inner * _count(config, "n_shared_experts"))
+    return {"experts": experts, "dense_layers": frozenset(range(min(first, num_layers)))}
+
+
 def _gpt_oss(config: Config, num_layers: int) -> ExpertFields:
     routing = _routing(config, "num_local_experts", is_normalized=True)
     return {"experts": gpt_oss_experts(config, routing, _count(config, "intermediate_size"))}
 
 
 READERS: Mapping[str, Callable[[Config, int], ExpertFields]] = {
+    "glm4moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "mixtral": _mixtral,
     "olmoe": _olmoe,

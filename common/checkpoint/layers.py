@@ -51,6 +51,10 @@ class Routing:
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits, in float32
     is_normalized: bool = False  # the weights of the chosen are divided by their sum
     scale: float = 1.0  # multiplies the weights
+    has_choice_bias: bool = False  # added to the scores to choose by, not to the weights (DeepSeek-V3)
+    # Only experts of the best groups are chosen; a group is as good as its two best experts together.
+    num_groups: int = 1
+    num_active_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,9 @@ class LayerSpec:
         hidden, experts = self.hidden_size, self.experts
         if experts is None:
             return _gated_mlp("", hidden, self.intermediate_size)
-        router = {"router": (experts.routing.num_experts, hidden)}
+        router: dict[str, tuple[int, ...]] = {"router": (experts.routing.num_experts, hidden)}
+        if experts.routing.has_choice_bias:
+            router |= {"choice_bias": (experts.routing.num_experts,)}
         shared = _gated_mlp("shared_", hidden, experts.shared_size) if experts.is_shared else {}
         return router | shared | ({"shared_weight": (1, hidden)} if experts.has_shared_gate else {})
 

@@ -34,9 +34,11 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    has_head_norms: bool = False  # of q and k, in a family that has them or not
     attention_bias: bool = False  # of q, k, v and the output projection
     mlp_bias: bool = False
     rotary_size: int = 0  # the leading dimensions of a head that RoPE turns; 0 = all
+    num_drafting_layers: int = 0  # behind the last layer, for speculation: not read
     experts: Experts | None = None
     dense_layers: frozenset[int] = frozenset()  # those that have the one MLP nevertheless
 

@@ -65,6 +65,7 @@ class ExpertMlp:
 
     router: Linear  # [hidden_size] -> a logit for each expert
     experts: GroupedMlp
+    choice_bias: torch.Tensor | None = None  # [num_experts] float32, see `Routing`
     shared: Mlp | None = None
     shared_weight: Linear | None = None  # [hidden_size] -> the logit of how much the shared MLP counts; None = fully
 

@@ -80,6 +80,9 @@ def read_layer(
         is_turned = part in ("q", "k") or (part in ("q_norm", "k_norm") and spec.qk_norm == "head")
         return _placed(tensor, spec) if is_turned and spec.rope.size else tensor
 
+    def exactly(part: str) -> torch.Tensor:
+        return weights.take(f"{prefix}.{names[part]}.weight", spec.weights[part], torch.float32)
+
     def product(*parts: str, min_bits: int = 4) -> Linear:
         """Several projections of the same input as one; its output holds them in the order given."""
         biases = [take(part, "bias", spec.weights[part][:1]) for part in parts if part in spec.biases]
@@ -118,6 +121,7 @@ def read_layer(
         return ExpertMlp(
             router=product("router", min_bits=16),
             experts=grouped(experts),
+            choice_bias=exactly("choice_bias") if experts.routing.has_choice_bias else None,
             shared=gated("shared_") if experts.is_shared else None,
             shared_weight=product("shared_weight", min_bits=16) if experts.has_shared_gate else None,
         )
@@ -129,7 +133,7 @@ def read_layer(
         qkv=product("q", "k", "v"),
         output=summed(product("output"), collectives),
         mlp=mlp(),
-        sinks=take("sinks", "weight", spec.weights["sinks"]).float() if spec.has_sinks else None,
+        sinks=exactly("sinks") if spec.has_sinks else None,
     )
 
 

@@ -48,8 +48,10 @@ class Weights:
         self._dtype = dtype
         self._device = device
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Read one tensor, or its cut. Raises CheckpointError when it is missing or not of this shape."""
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Read one tensor, or its cut, as `dtype`, if given.
+
+        Raises CheckpointError when it is missing or not of this shape."""
         if name not in self._loaders:
             raise CheckpointError(f"weight {name} is missing")
         tensor = self._loaders[name](self._cuts.get(name))
@@ -58,7 +60,7 @@ class Weights:
         self._left.discard(name)
         if self._on_taken is not None:
             self._on_taken(1.0 - len(self._left) / len(self._loaders))
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device, dtype=dtype or self._dtype)
 
     def check_all_taken(self) -> None:
         """A weight that was not asked for means that the forward pass is not this model's."""
@@ -91,6 +93,7 @@ def _loaders(checkpoint: Checkpoint, dtype: torch.dtype, dequantize: Dequantize 
     # copy on write, since torch takes no memory that it may not write to
     files = {path: np.memmap(path, mode="c", dtype=np.uint8) for path in _paths(checkpoint)}
     numbers = partial(_numbers, dequantize, dtype)
+    exact = partial(_numbers, dequantize, torch.float32)
     if checkpoint.format == "gguf":
         return {
             name: partial(_read_gguf, files[each.path], each, _num_permuted_heads(name, checkpoint.config), numbers)
@@ -101,9 +104,20 @@ def _loaders(checkpoint: Checkpoint, dtype: torch.dtype, dequantize: Dequantize 
     return {
         name: partial(_decode, files, each)
         if isinstance(each, QuantizedTensor)
-        else partial(_plus, files[each.path], each, numbers, offset if name.endswith("norm.weight") else 0.0)
+        else partial(
+            _plus,
+            files[each.path],
+            each,
+            exact if _is_exact(name) else numbers,
+            offset if name.endswith("norm.weight") else 0.0,
+        )
         for name, each in checkpoint.tensors.items()
     }
+
+
+def _is_exact(name: str) -> bool:
+    """What decides between scores that are near one another keeps its digits."""
+    return name.endswith(("e_score_correction_bias.weight", "sinks.weight"))
 
 
 def _decode(files: Mapping[Path, np.ndarray], tensor: QuantizedTensor, cut: Cut | None) -> torch.Tensor:

@@ -26,6 +26,7 @@ FAMILIES = {
         "phi3",
         "granite",
         "gpt_oss",
+        "glm4_moe",
         "mixtral",
         "qwen2_moe",
         "qwen3_moe",

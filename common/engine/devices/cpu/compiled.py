@@ -32,6 +32,8 @@ def is_known(layer: Layer) -> bool:
     """Whether `stack.h` computes such a layer: pre-norms, plain attention, weights that are packed."""
     spec = layer.spec
     has_packed = all(one.packed is not None for one in (layer.qkv, layer.output)) and is_packed(layer.mlp)
+    if spec.has_sinks or (spec.experts is not None and spec.experts.routing.has_choice_bias):
+        return False
     is_llama_like = spec.norms == PRE_NORMS and spec.qk_norm in ("none", "head")
     return (
         has_packed

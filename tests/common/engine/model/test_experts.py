@@ -15,6 +15,7 @@ from common.engine.contract.device import Linear, Mlp
 from common.engine.contract.elementwise import TorchElementwise
 from common.engine.contract.experts import TorchExperts
 from common.engine.model.experts import choose
+from common.engine.model.weights import open_weights
 from tests.common.engine.model.test_architectures import TOKENS, forward_in_chunks, load
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_model import EXPERT_PARTS, NUM_EXPERTS, TinyModel, write_tiny_model
@@ -116,6 +117,25 @@ def test_dividing_by_the_sum_of_the_chosen_is_the_softmax_over_the_chosen() -> N
     torch.testing.assert_close(weights, 2.5 * torch.tensor([[2.0, 1.0]]).softmax(-1))
 
 
+def test_layers_that_only_draft_are_not_read(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m", TinyModel(architecture="glm4_moe"))
+    expected = forward_in_chunks(*load(path), [20])
+    extra = {"model.layers.2.eh_proj.weight": torch.ones(3), "model.layers.2.mlp.gate.weight": torch.ones(3)}
+    rewrite(path, lambda tensors: tensors | extra)
+    with pytest.raises(CheckpointError, match=r"weights that the model does not use: model.layers.2"):
+        open_checkpoint(path)
+    edit(path, num_nextn_predict_layers=1)
+    assert torch.equal(forward_in_chunks(*load(path), [20]), expected)
+
+
+def test_the_bias_of_the_choice_keeps_its_digits_in_bfloat16(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m", TinyModel(architecture="glm4_moe"))
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    weights = open_weights(open_checkpoint(path), torch.bfloat16)
+    found = weights.take(f"{name}.weight", (NUM_EXPERTS,), torch.float32)
+    assert torch.equal(found, load_file(path / "model.safetensors")[name])
+
+
 @pytest.mark.parametrize(
     ("architecture", "fields", "words"),
     [
@@ -125,6 +145,7 @@ def test_dividing_by_the_sum_of_the_chosen_is_the_softmax_over_the_chosen() -> N
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported beside experts"),
         ("qwen3_moe", {"mlp_only_layers": "0"}, "mlp_only_layers should be a list of integers, got '0'"),
+        ("glm4_moe", {"topk_group": 5}, "n_group=4, topk_group=5 do not fit the experts"),
         ("qwen2_moe", {"qkv_bias": False}, "qkv_bias=False is not supported"),
         ("qwen2_moe", {"moe_intermediate_size": 16}, r"experts.0.gate_proj.weight: expected shape \(16, 64\)"),
     ],

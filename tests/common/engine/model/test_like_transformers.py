@@ -23,6 +23,7 @@ FAMILIES = {
     "granite": TinyModel(architecture="granite"),
     "phi3": TinyModel(architecture="phi3"),
     "gpt_oss": TinyModel(architecture="gpt_oss"),
+    "glm4_moe": TinyModel(architecture="glm4_moe"),
     "mixtral": TinyModel(architecture="mixtral"),
     "qwen2_moe": TinyModel(architecture="qwen2_moe"),
     "qwen3_moe": TinyModel(architecture="qwen3_moe"),
