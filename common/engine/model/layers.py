@@ -1,6 +1,7 @@
 """Computes a layer one operator after another, as its `LayerSpec` says, and reads its weights by the family's names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 
@@ -92,22 +93,8 @@ def read_layer(
             min_bits=min_bits,
         )
 
-    def one_expert(expert: int) -> ExpertWeights:
-        assert spec.experts is not None
-
-        def read(kind: str) -> list[torch.Tensor]:
-            """Gate and up in one, and down."""
-            parts = [
-                weights.take(f"{prefix}.{names[part].format(expert)}.{kind}", shape if kind == "weight" else shape[:1])
-                for part, shape in spec.expert_weights.items()
-            ]
-            both = (parts[0][0::2], parts[0][1::2]) if len(parts) == 2 else parts[:2]
-            return [torch.cat(tuple(both)), parts[-1]]
-
-        return ExpertWeights(*read("weight"), *(read("bias") if spec.experts.has_biases else ()))
-
     def grouped(experts: Experts) -> GroupedMlp:
-        found = device.grouped_mlp(experts, spec.activation, map(one_expert, range(experts.routing.num_experts)))
+        found = device.grouped_mlp(experts, spec.activation, _read_experts(spec, experts, weights, prefix, names))
         return summed_experts(found, collectives)
 
     def gated(prefix: str) -> Mlp:
@@ -141,3 +128,24 @@ def _placed(rows: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
     """The rows of each head of q or k in the order of `Rope.places`."""
     places = spec.rope.places(spec.head_dim)
     return rows.view(-1, spec.head_dim, *rows.shape[1:])[:, places].reshape(rows.shape)
+
+
+def _read_experts(
+    spec: LayerSpec, experts: Experts, weights: Weights, prefix: str, names: Mapping[str, str]
+) -> Iterator[ExpertWeights]:
+    """One after another, so that no more than one is held twice."""
+    for expert in range(experts.routing.num_experts):
+        read = partial(_read_expert, spec, weights, prefix, names, expert)
+        yield ExpertWeights(*read("weight"), *(read("bias") if experts.has_biases else ()))
+
+
+def _read_expert(
+    spec: LayerSpec, weights: Weights, prefix: str, names: Mapping[str, str], expert: int, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up in one, gate first, and down."""
+    *gate_up, down = (
+        weights.take(f"{prefix}.{names[part].format(expert)}.{kind}", shape if kind == "weight" else shape[:1])
+        for part, shape in spec.expert_weights.items()
+    )
+    gate, up = gate_up if len(gate_up) == 2 else (gate_up[0][0::2], gate_up[0][1::2])
+    return torch.cat((gate, up)), down

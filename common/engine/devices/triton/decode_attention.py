@@ -104,7 +104,6 @@ def decode_attention_kernel(
     if (start >= end) | (tl.load(cu_seqlens_q_ptr + seq + 1) == token):
         return
     block_table_ptr = block_tables_ptr + seq.to(tl.int64) * block_table_stride
-
     planes = (key_ptr, value_ptr, key_scale_ptr, value_scale_ptr)
     row = tl.arange(0, GROUP_TILE)
     dim = tl.arange(0, DIM_TILE)
