@@ -84,13 +84,16 @@ def of_structural_tags(tags: Sequence[Mapping[str, Any]]) -> str:
 
 
 def combined(lark: str, parts: Mapping[str, str]) -> str:
-    """One grammar of several: `lark` refers to each of `parts`, grammars that this module made, as `@name`."""
+    """One grammar of several: `lark` refers to each of `parts`, grammars of this module, as `@name`."""
     grammars: list[dict[str, Any]] = [{"name": "", "lark_grammar": lark}]
     for name, text in parts.items():
         if not text.startswith("{"):
             grammars.append({"name": name, "lark_grammar": text})
             continue
-        (part,) = json.loads(text)["grammars"]
+        try:
+            (part,) = json.loads(text)["grammars"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:  # a client's own, in the library's JSON
+            raise GrammarError("a grammar in parts does not go with tools or a thought") from error
         grammars.append({**part, "name": name})
     return _bounded(json.dumps({"grammars": grammars}))
 

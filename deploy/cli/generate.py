@@ -61,6 +61,7 @@ class Answer:
 
     request_id: str = ""
     text: str = ""
+    reasoning: str = ""
     token_ids: list[int] = field(default_factory=list)
     accepted: pb.Accepted = field(default_factory=pb.Accepted)
     finished: pb.Finished = field(default_factory=pb.Finished)
@@ -88,6 +89,7 @@ class Answer:
         return {
             "request_id": self.request_id,
             "text": self.text,
+            **({"reasoning": self.reasoning} if self.reasoning else {}),
             "token_ids": self.token_ids,
             "finish_reason": pb.FinishReason.Name(self.finished.reason).removeprefix("FINISH_REASON_").lower(),
             "prefill_worker_id": self.accepted.prefill_worker_id,
@@ -163,9 +165,12 @@ def _take(answer: Answer, response: pb.GenerateResponse, on_text: Callable[[str]
         case "accepted":
             answer.accepted = response.accepted
         case "chunk":
-            answer.text += response.chunk.text
+            thought, text = response.chunk.reasoning, response.chunk.text
+            answer.reasoning += thought
+            has_gap = bool(text and answer.reasoning and not answer.text)
+            answer.text += text
             answer.token_ids += response.chunk.token_ids
-            on_text(response.chunk.text)
+            on_text(f"{thought}\n\n{text}" if has_gap else thought + text)
         case "finished":
             answer.finished = response.finished
 

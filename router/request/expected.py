@@ -10,7 +10,7 @@ from router.text.calls.parser import HARMONY, THINK, Format
 
 def format_of(spec: RequestSpec, dialect: Dialect, prompt_end: str) -> Format | None:
     """None: all of an answer is content. Raises Unsupported for tools where no form of calls is known."""
-    if not isinstance(spec.prompt, ChatPrompt) or not spec.return_text:
+    if not isinstance(spec.prompt, ChatPrompt):
         return None
     use = spec.tools
     if use is not None and not dialect.tools:

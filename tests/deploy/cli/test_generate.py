@@ -18,6 +18,7 @@ class Scripted(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
         self.error: grpc.StatusCode | None = None
+        self.thoughts: tuple[str, ...] = ()
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         self.requests.append(request)
@@ -26,6 +27,8 @@ class Scripted(generation_pb2_grpc.GenerationServiceServicer):
         yield pb.GenerateResponse(
             request_id="gen-17", accepted=pb.Accepted(prefill_worker_id="p0", decode_worker_id="d0")
         )
+        for thought in self.thoughts:
+            yield pb.GenerateResponse(chunk=pb.TokenChunk(reasoning=thought))
         yield pb.GenerateResponse(chunk=pb.TokenChunk(text="Paris", token_ids=[5]))
         yield pb.GenerateResponse(chunk=pb.TokenChunk(text=" it is.", token_ids=[6, 7]))
         finished = pb.Finished(
@@ -67,6 +70,15 @@ def test_text_comes_in_pieces_and_timings_at_the_end(server: str) -> None:
     waterfall = answer.waterfall()
     assert waterfall.exposed_transfer_s == pytest.approx(0.002)
     assert waterfall.wall_s == pytest.approx(0.103)
+
+
+def test_a_thought_is_shown_before_the_text_and_kept_apart(server: str, service: Scripted) -> None:
+    service.thoughts = ("So ", "what?")
+    pieces: list[str] = []
+    answer = ask(server, Ask("?"), pieces.append)
+    assert "".join(pieces) == "So what?\n\nParis it is."
+    assert (answer.reasoning, answer.text) == ("So what?", "Paris it is.")
+    assert answer.as_json()["reasoning"] == "So what?"
 
 
 def test_options_become_fields_and_what_was_not_given_stays_absent(server: str, service: Scripted) -> None:

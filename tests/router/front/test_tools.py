@@ -23,6 +23,7 @@ TIME = {"type": "function", "function": {"name": "time"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 CHAT = "/v1/chat/completions"
 ASKED: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [WEATHER, TIME]}
+TWO_GRAMMARS = json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}] * 2})
 MALFORMED = '<tool_call>{"name": "weather", "arguments": {city}}</tool_call>'
 
 
@@ -299,6 +300,13 @@ async def test_a_constraint_holds_for_what_comes_behind_the_thought() -> None:
     assert "think" in text and '"answer"' in text
     (plain,) = await grammars_of({"tools": [], "guided_choice": ["a", "b"]})
     assert plain == grammar.of_choice(["a", "b"])
+
+
+@pytest.mark.parametrize("text", [TWO_GRAMMARS, "{"])
+async def test_a_grammar_that_cannot_stand_beside_tools_is_refused_by_name(text: str) -> None:
+    async with rig_of(saying("ok")) as rig:
+        reply = await rig.post(CHAT, {"messages": USER, "tools": [WEATHER], "guided_grammar": text})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "guided_grammar")
 
 
 async def test_models_say_which_parsers_they_have() -> None:

@@ -69,6 +69,15 @@ async def test_a_call_that_must_be_made_is_guided(choice: str, is_guided: bool) 
     assert bool(service.submitted[0].sampling.grammar) == is_guided
 
 
+async def test_a_call_is_guided_though_no_text_is_wanted() -> None:
+    service = always([*ids(CALL), EOS_ID], FinishReason.STOP)
+    request = asking(tool_choice="required")
+    request.output.return_text = False
+    async with grpc_rig(service) as rig:
+        responses = await rig.generate(request)
+    assert service.submitted[0].sampling.grammar and text_of(responses) == ""
+
+
 @pytest.mark.parametrize(
     ("chat", "field"),
     [

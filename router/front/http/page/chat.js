@@ -49,16 +49,17 @@ async function stream(answer, signal) {
   const body = { messages, stream: true, max_tokens: document.getElementById("max-tokens").valueAsNumber || 64 };
   const reply = await askModel(body, signal);
   if (!reply.ok) throw new Error(await problemOf(reply));
-  let content = "", id = "", firstAt = performance.now();
+  let content = "", thought = "", id = "", firstAt = performance.now();
   for await (const data of eventsOf(reply)) {
     if (data === "[DONE]") break;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Error(chunk.error.message);
     id = chunk.id;
-    const piece = chunk.choices[0]?.delta.content ?? "";
-    if (piece && !content) firstAt = performance.now();
+    const { content: piece = "", reasoning = "" } = chunk.choices[0]?.delta ?? {};
+    if ((piece || reasoning) && !content && !thought) firstAt = performance.now();
     content += piece;
-    answer.querySelector("p").textContent = content;
+    thought += reasoning;
+    answer.querySelector("p").textContent = thought && content ? `${thought}\n\n${content}` : thought + content;
     answer.parentElement.scrollTop = answer.parentElement.scrollHeight;
   }
   return { content, id, firstAt };
