@@ -1,5 +1,7 @@
 """What to make of a request's answer, and what to hold it to, by the request and its model's dialect. Pure: no IO."""
 
+from dataclasses import replace
+
 from common.values.errors import Unsupported
 from router.request.constraint import Guide
 from router.request.dialect import Dialect
@@ -22,7 +24,7 @@ def format_of(spec: RequestSpec, dialect: Dialect, prompt_end: str) -> Format | 
         thinking=thinking_of(prompt_end),
         names=frozenset() if use is None else frozenset(tool.name for tool in use.tools),
         is_whole=spec.is_whole,
-        is_single=use is not None and use.is_single,
+        is_single=use is not None and (use.is_single or dialect.is_single),
     )
     is_plain_json = spec.constraint is not None and not has_calls and dialect.reasoning == HARMONY
     return form if (form.tools or form.reasoning) and not is_plain_json else None
@@ -36,7 +38,7 @@ def guide_of(spec: RequestSpec, dialect: Dialect, form: Format | None) -> Guide 
     """
     has_calls = form is not None and bool(form.tools)
     thinking = form.thinking if form is not None and form.reasoning == THINK else None
-    calls = spec.tools if has_calls else None
+    calls = replace(spec.tools, is_single=form.is_single) if has_calls and spec.tools and form else None
     if calls is None:
         return None if spec.constraint is None else Guide(spec.constraint, thinking=thinking)
     if calls.mode == "required":

@@ -8,6 +8,7 @@ tokens, so every special token inside client text is disguised with private-use 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -64,8 +65,8 @@ class ChatTemplate:
         self.source = source
         self.names = meta.find_undeclared_variables(environment.parse(source))
         self._special_tokens = dict(special_tokens)
-        # What stands for no content. Templates compare it with none, or look into it.
-        self._no_content = None if _KNOWS_NONE.search(source) else ""
+        # That a message has no content. Others would write "None".
+        self._knows_none = _KNOWS_NONE.search(source) is not None
 
     def render(
         self,
@@ -82,17 +83,12 @@ class ChatTemplate:
         if unread := sorted(kwargs.keys() - self.names):
             message = f"chat_template_kwargs: the model's chat template does not read {unread[0][:64]!r}"
             raise InvalidRequest(message, param="chat_template_kwargs")
-        shown = [{**message, "content": self._content(message)} for message in messages]
-        if "tools" not in self.names:
-            shown = in_plain_messages(shown, tools)
+        names = {**self._special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                **{**self._special_tokens, **kwargs},
-                messages=shown,
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            if self._knows_none:
+                with suppress(TemplateError, TypeError):  # some look into it all the same
+                    return self._rendered(messages, None, tools, names)
+            return self._rendered(messages, "", tools, names)
         except SecurityError as error:
             raise InvalidRequest("the chat template does something forbidden", param="messages") from error
         except _Refused as error:
@@ -100,9 +96,22 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest("the chat template cannot render these messages", param="messages") from error
 
-    def _content(self, message: Message) -> str | None:
-        content: str | None = message["content"]
-        return self._no_content if content is None else content
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        no_content: str | None,
+        tools: Sequence[Mapping[str, Any]],
+        names: Mapping[str, Any],
+    ) -> str:
+        """`no_content` stands where a message has none."""
+        contents = [message.get("content") for message in messages]
+        shown = [
+            {**message, "content": no_content if content is None else content}
+            for message, content in zip(messages, contents, strict=True)
+        ]
+        if "tools" not in self.names:
+            shown = in_plain_messages(shown, tools)
+        return self._template.render(**names, messages=shown, tools=list(tools) or None, documents=None)
 
 
 class SpecialTokenEscapes:

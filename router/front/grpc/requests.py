@@ -10,7 +10,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from common.values.errors import InvalidRequest, Unsupported
 from common.wire.pb import generation_pb2 as pb
 from router.front.openai.fields import check_unused
-from router.front.openai.prompts import check_template_kwargs, message_of
+from router.front.openai.prompts import check_template_kwargs, message_of, named_results
 from router.front.openai.requests import EFFORTS, MessageBody
 from router.front.openai.tools import CallBody, CallFunctionBody, ToolBody, ToolChoice, tool_use_of
 from router.request import limits
@@ -92,7 +92,7 @@ def _chat(chat: pb.ChatInput) -> ChatPrompt:
         raise Unsupported("chat.continue_final_message is not supported yet", param="chat.continue_final_message")
     if not 0 < len(chat.messages) <= limits.MAX_MESSAGES:
         raise InvalidRequest(f"chat.messages must hold 1 to {limits.MAX_MESSAGES} messages", param="chat.messages")
-    messages = tuple(_message(message, f"chat.messages[{idx}]") for idx, message in enumerate(chat.messages))
+    messages = named_results([_message(message, f"chat.messages[{idx}]") for idx, message in enumerate(chat.messages)])
     use = _tool_use(chat)
     tools = () if use is None else tuple(tool.for_template for tool in use.shown_tools)
     kwargs, effort = _kwargs(chat.chat_template_kwargs_json), chat.reasoning_effort or None

@@ -59,7 +59,7 @@ def chat_prompt(
     kwargs = template_kwargs or {}
     check_template_kwargs(kwargs, "chat_template_kwargs")
     return ChatPrompt(
-        messages=tuple(message_of(message, f"messages[{idx}]") for idx, message in enumerate(messages)),
+        messages=named_results([message_of(message, f"messages[{idx}]") for idx, message in enumerate(messages)]),
         add_generation_prompt=add_generation_prompt is not False,
         template_kwargs=kwargs,
         tools=tuple(tool.for_template for tool in tools),
@@ -86,6 +86,17 @@ def message_of(message: MessageBody, param: str) -> Message:
     content = _content(message.content, f"{param}.content", is_optional=bool(calls))
     reasoning = message.reasoning_content or message.reasoning
     return chat_message(message.role, content, message.name, reasoning, calls, message.tool_call_id)
+
+
+def named_results(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """With the function's name in each result that has none: some templates want it, and clients give only the id."""
+    names: dict[str, str] = {}
+    named = []
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
+        name = names.get(message.get("tool_call_id", ""))
+        named.append(message if name is None else {"name": name, **message})
+    return tuple(named)
 
 
 def _content(content: str | Sequence[ContentPart] | None, param: str, *, is_optional: bool) -> str | None:

@@ -19,10 +19,10 @@ class Tool:
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know tools."""
-        described = {} if self.description is None else {"description": self.description}
+        """As chat templates know tools: some fail without a description."""
         parameters = self.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": {"name": self.name, **described, "parameters": dict(parameters)}}
+        described = {"name": self.name, "description": self.description or "", "parameters": dict(parameters)}
+        return {"type": "function", "function": described}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,21 @@
 """Tools on their way into a prompt: as a template reads them, or in plain messages where it knows none."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from common.values.errors import Unsupported
+from router.front.openai.prompts import named_results
 from router.request.dialect import Dialect
+from router.request.expected import format_of, guide_of
+from router.request.spec import ChatPrompt, RequestSpec
 from router.text.calls.choose import thinking_of
 from router.text.calls.default_format import in_plain_messages
 from router.text.calls.forms import FORMS
 from router.text.calls.parser import Thinking
-from router.text.calls.tools import Tool
+from router.text.calls.tools import Tool, ToolUse
 from router.text.chat_template import ChatTemplate, chat_message
 from router.text.tokenizer import PromptTokenizer
 from tests.router.text.tokenizers_for_tests import EOS_ID, byte_tokenizer
@@ -24,6 +28,7 @@ KNOWING = (
     "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}){% endfor %}"
     "{{ m.tool_call_id or '' }}{% endfor %}"
 )
+LLAMA_3 = "Environment: ipython {{ raise_exception('This model only supports single tool-calls at once!') }}"
 TALK = [
     chat_message("user", "Warm?", None),
     chat_message("assistant", None, None, tool_calls=[CALL]),
@@ -68,7 +73,8 @@ def test_calls_of_earlier_messages_are_shown_though_no_tools_are_given() -> None
 @pytest.mark.parametrize(
     ("source", "expected"),
     [("{% for m in messages %}{% if m['content'] is none %}N{% endif %}{% endfor %}{{ tools }}", "NNone"),
-     ("{% for m in messages %}{{ 'x' in m.content }}{% endfor %}{{ tools }}", "FalseNone")],
+     ("{% for m in messages %}{{ 'x' in m.content }}{% endfor %}{{ tools }}", "FalseNone"),
+     ("{% for m in messages %}{{ 'x' in m.content }}{{ m.content is none }}{% endfor %}{{ tools }}", "FalseFalseNone")],
 )  # fmt: skip
 def test_no_content_is_none_or_empty_as_the_template_looks_at_it(source: str, expected: str) -> None:
     assert rendered(source, [chat_message("assistant", None, None, tool_calls=[CALL])]) == expected
@@ -115,6 +121,23 @@ def test_what_a_client_says_of_the_template_counts_before_the_effort() -> None:
 )  # fmt: skip
 def test_parsers_are_chosen_by_the_template(template: str, tools: str, reasoning: str, form: str) -> None:
     assert Dialect.of(template) == Dialect(tools, reasoning, FORMS[form])
+
+
+def test_a_model_whose_template_refuses_several_calls_makes_one() -> None:
+    dialect = Dialect.of(LLAMA_3)
+    use = ToolUse((Tool("f"),), "required")
+    spec = RequestSpec(ChatPrompt(()), tools=use)
+    for one, each in ((True, dialect), (False, Dialect())):
+        form = format_of(spec, each, "")
+        guide = guide_of(spec, each, form)
+        assert form is not None and form.is_single == one
+        assert guide is not None and guide.calls == replace(use, is_single=one)
+
+
+def test_a_result_has_the_name_of_the_function_that_was_called() -> None:
+    assert [message.get("name") for message in named_results(TALK)] == [None, None, "weather"]
+    stated = named_results([TALK[1], chat_message("tool", "x", "other", tool_call_id="c1")])
+    assert stated[1]["name"] == "other"
 
 
 def test_the_operator_may_choose_other_parsers_or_none() -> None:
