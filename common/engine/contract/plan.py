@@ -96,6 +96,19 @@ class ScheduledSequence:
         first = self.scores.start - 1 - self.start
         return (*range(first, first + self.num_scored), *sampled)
 
+    @property
+    def attended(self) -> "tuple[ScheduledSequence, ...]":
+        """As attention sees it: each draft is a sequence of one new token that shares the blocks. Decode kernels take
+        those, and round a row as they would without drafts; the KV of all is written before any is attended."""
+        if not self.draft_token_ids:
+            return (self,)
+        parts = (self.token_ids, *((token_id,) for token_id in self.draft_token_ids))
+        starts = (self.start, *range(self.start + len(self.token_ids), self.start + self.num_new))
+        return tuple(
+            ScheduledSequence(self.sequence_id, part, start, self.block_tables)
+            for part, start in zip(parts, starts, strict=True)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -159,5 +172,12 @@ def draft_specs(
     work: Work, choice_idx: int, token_ids: Sequence[int], draft_token_ids: Sequence[int]
 ) -> tuple[SampleSpec, ...]:
     """The `samples` of a sequence with drafts: `sample_spec` after `token_ids`, and after each draft."""
+    params = work.sampling
+    first = len(token_ids) - work.num_prompt_tokens
+    if not params.needs_history and not params.bad_words:  # then the position is all that differs
+        return tuple(
+            SampleSpec(choice_idx, at, params, work.num_prompt_tokens, (), params.banned_token_ids((), at))
+            for at in range(first, first + len(draft_token_ids) + 1)
+        )
     known = [*token_ids, *draft_token_ids]
     return tuple(sample_spec(work, choice_idx, known[:end]) for end in range(len(token_ids), len(known) + 1))

@@ -58,7 +58,8 @@ class ModelRunner:
         self, sequences: Sequence[ScheduledSequence], layer_hook: LayerHook | None
     ) -> tuple[SequenceResult, ...]:
         spec = self._cache.spec
-        batches = build_batches(sequences, len(spec.groups), spec.block_size, self._device.place)
+        attended = [part for seq in sequences for part in seq.attended]
+        batches = build_batches(attended, len(spec.groups), spec.block_size, self._device.place)
         token_ids = self._int64([token_id for seq in sequences for token_id in seq.new_token_ids])
         starts = accumulate((seq.num_new for seq in sequences[:-1]), initial=0)
         rows = [start + row for seq, start in zip(sequences, starts, strict=True) for row in seq.logit_rows]
