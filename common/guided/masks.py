@@ -1,6 +1,6 @@
 """Which tokens may come next under a grammar, derived from the grammar and the output so far. Owns matchers.
 
-A matcher stands behind the tokens that it has seen. The one that stands one token behind goes on, which is what a
+A matcher stands behind the tokens that it has seen. One that stands a few tokens behind goes on, which is what a
 running sequence needs; without one (a replay, a fork, a preempted sequence) a new matcher reads the whole output.
 """
 
@@ -17,6 +17,7 @@ from common.guided.grammar import LIMITS
 
 MAX_MATCHERS = 1024
 MAX_COMPILED = 64
+MAX_RUN = 64  # tokens that a running sequence goes on by in one step
 TokenIds = tuple[int, ...]
 
 
@@ -39,7 +40,28 @@ class Masks:
 
     def allowed(self, grammar: str, output: TokenIds) -> npt.NDArray[np.bool_]:
         """[vocab_size]: the tokens that may follow `output`. Raises GrammarFailed where there is none."""
+        return self._mask(self._matcher(grammar, output))
+
+    def allowed_along(self, grammar: str, output: TokenIds, drafts: TokenIds) -> list[npt.NDArray[np.bool_]]:
+        """`allowed` after `output` and after each draft, as far as the drafts fit and something may follow them.
+
+        The matcher is rolled back: it stands behind `output` again.
+        """
         matcher = self._matcher(grammar, output)
+        masks = [self._mask(matcher)]
+        for draft in drafts:
+            if matcher.is_stopped() or not masks[-1][draft] or not matcher.consume_token(draft):
+                break
+            try:
+                masks.append(self._mask(matcher))
+            except GrammarFailed:
+                break
+        # One that has reached the end does not come back from it as it was: the next step reads the output anew.
+        if drafts and (matcher.is_stopped() or not matcher.rollback(len(masks) - 1)):
+            del self._matchers[grammar, output]
+        return masks
+
+    def _mask(self, matcher: LLMatcher) -> npt.NDArray[np.bool_]:
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
             raise GrammarFailed(_reason(matcher))
@@ -50,19 +72,23 @@ class Masks:
 
     def _matcher(self, grammar: str, output: TokenIds) -> LLMatcher:
         """The one that has seen exactly `output`."""
-        key = (grammar, output)
-        matcher = self._matchers.pop(key, None)
-        if matcher is None and output and (matcher := self._matchers.pop((grammar, output[:-1]), None)) is not None:
-            matcher.consume_token(output[-1])
-        if matcher is None:
-            matcher = self._new_matcher(grammar)
-            matcher.consume_tokens(list(output))
+        matcher, num_seen = self._nearest(grammar, output)
+        if num_seen < len(output):
+            matcher.consume_tokens(list(output[num_seen:]))
         if matcher.is_error():
             raise GrammarFailed(_reason(matcher))
-        self._matchers[key] = matcher
+        self._matchers[grammar, output] = matcher
         if len(self._matchers) > MAX_MATCHERS:
             self._matchers.popitem(last=False)
         return matcher
+
+    def _nearest(self, grammar: str, output: TokenIds) -> tuple[LLMatcher, int]:
+        """The matcher that lacks the fewest of the last tokens, taken out, and how many tokens it has seen."""
+        for num_seen in range(len(output), max(-1, len(output) - MAX_RUN - 1), -1):
+            matcher = self._matchers.pop((grammar, output[:num_seen]), None)
+            if matcher is not None:
+                return matcher, num_seen
+        return self._new_matcher(grammar), 0
 
     def _new_matcher(self, grammar: str) -> LLMatcher:
         """A copy of one that is compiled."""

@@ -1,6 +1,6 @@
 """Rows whose output follows a grammar: what does not fit is out before anything else is done to the row."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
@@ -26,19 +26,23 @@ class GuidedRows:
 
     def start(self, specs: Sequence[SampleSpec]) -> Callable[[], Allowed]:
         """Call what it returns for the result."""
-        rows = {row: spec for row, spec in enumerate(specs) if spec.params.grammar}
-        if not rows:
+        runs = list(_runs(specs))
+        if not runs:
             return dict
-        return self._thread.submit(self._compute, rows).result
+        return self._thread.submit(self._compute, runs).result
 
-    def _compute(self, rows: Mapping[int, SampleSpec]) -> Allowed:
-        return {row: self._allowed(spec) for row, spec in rows.items()}
+    def _compute(self, runs: Sequence[tuple[int, Sequence[SampleSpec]]]) -> Allowed:
+        return {first + idx: mask for first, run in runs for idx, mask in enumerate(self._allowed(run))}
 
-    def _allowed(self, spec: SampleSpec) -> npt.NDArray[np.bool_] | str:
+    def _allowed(self, run: Sequence[SampleSpec]) -> list[npt.NDArray[np.bool_] | str]:
+        """One for each. What follows a draft that does not fit is never drawn: its row says so."""
+        first, last = run[0], run[-1]
+        output, drafts = first.token_ids[first.num_prompt_tokens :], last.token_ids[len(first.token_ids) :]
         try:
-            return self._masks.allowed(spec.params.grammar, spec.token_ids[spec.num_prompt_tokens :])
+            masks = self._masks.allowed_along(first.params.grammar, output, drafts)
         except GrammarFailed as error:
-            return str(error)
+            return [str(error)] * len(run)
+        return [*masks, *["behind a draft that does not fit"] * (len(run) - len(masks))]
 
     @cached_property
     def _masks(self) -> Masks:
@@ -47,6 +51,24 @@ class GuidedRows:
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, "grammar-masks")
+
+
+def _runs(specs: Sequence[SampleSpec]) -> Iterator[tuple[int, Sequence[SampleSpec]]]:
+    """(first row, rows) of each output under a grammar: several rows are its last token and the drafts after it."""
+    first = 0
+    while first < len(specs):
+        last = first + 1
+        while last < len(specs) and _follows(specs[last], specs[last - 1]):
+            last += 1
+        if specs[first].params.grammar:
+            yield first, specs[first:last]
+        first = last
+
+
+def _follows(spec: SampleSpec, before: SampleSpec) -> bool:
+    """Whether `spec` is of the same output as `before`, one token later."""
+    is_next = spec.params is before.params and spec.position == before.position + 1
+    return is_next and spec.choice_idx == before.choice_idx and spec.token_ids[:-1] == before.token_ids
 
 
 def within_grammars(logits: torch.Tensor, allowed: Allowed) -> torch.Tensor:

@@ -114,3 +114,35 @@ def test_an_error_does_not_repeat_the_grammar() -> None:
     with pytest.raises(GrammarError) as caught:
         grammar.check(grammar.of_regex(f"{canary}["), GUIDED)
     assert canary not in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_masks_along_drafts_are_those_of_each_output_alone(seed: int) -> None:
+    """The drafts are right up to somewhere, then one does not fit; the next step goes on behind some of them."""
+    rng, masks = random.Random(seed), new_masks()
+    text = random_output(new_masks(), OBJECT, rng) or "{}"
+    tokens = tuple(byte_ids(TOKENIZER, text))
+    at = 0
+    while at < len(tokens):
+        num_right = rng.randint(0, 5)
+        drafts = (*tokens[at : at + num_right], *byte_ids(TOKENIZER, "]]"))
+        along = masks.allowed_along(OBJECT, tokens[:at], drafts)
+        assert len(along) >= 1 + min(num_right, len(tokens) - at)
+        for num, mask in enumerate(along):
+            assert np.array_equal(mask, new_masks().allowed(OBJECT, (*tokens[:at], *drafts[:num])))
+        at += 1 + rng.randint(0, num_right)
+
+
+def test_drafts_beyond_the_end_leave_the_matcher_usable() -> None:
+    masks, no = new_masks(), tuple(byte_ids(TOKENIZER, "no"))
+    along = masks.allowed_along(CHOICE, no, (EOS_ID, *no))
+    assert 1 <= len(along) <= 2
+    assert np.flatnonzero(masks.allowed(CHOICE, no)).tolist() == [EOS_ID]
+
+
+def test_a_run_of_drafts_needs_no_new_matcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks, tokens = new_masks(), tuple(byte_ids(TOKENIZER, "yes and no"))
+    masks.allowed_along(CHOICE, (), tokens[:4])
+    monkeypatch.setattr(masks, "_new_matcher", None)
+    for seen in (4, 5, 9):
+        masks.allowed_along(CHOICE, tokens[:seen], tokens[seen : seen + 1])

@@ -93,3 +93,14 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     (token,) = guided(row, [spec("1", num_logprobs=0)])
     assert isinstance(token, SampledToken)
     assert token.logprob == pytest.approx(float(row.log_softmax(-1)[0, token.token_id]), abs=1e-5)
+
+
+def test_rows_of_drafts_draw_as_each_would_alone() -> None:
+    """An output, a draft that fits, one that does not, and what is behind it: the last has no token."""
+    params = spec("1").params
+    specs = [dataclasses.replace(spec(text), params=params) for text in ("1", "12", "12x", "12x3")]
+    beside = [SampleSpec(0, 0, PLAIN), dataclasses.replace(spec("3"), choice_idx=1)]
+    found = guided(logits(6), [beside[0], *specs, beside[1]])
+    alone = [guided(logits(6)[[row]], [one])[0] for row, one in enumerate([beside[0], *specs, beside[1]])]
+    assert found[:3] + found[5:] == alone[:3] + alone[5:]
+    assert all(isinstance(row, SampleError) for row in found[3:5])
