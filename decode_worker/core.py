@@ -17,6 +17,7 @@ from common.engine.scheduling.sequence import BlockTableSet
 from common.engine.scheduling.sequence import Sequence as ScheduledSequence
 from common.values.ids import AttemptId, RouterId
 from common.values.messages import Granted, Refused, Reserve, TransferFailed
+from common.values.request import SampledToken
 from common.worker.core import CoreState
 from common.worker.events import RunStep
 from decode_worker import generation
@@ -57,8 +58,8 @@ class DecodeCore:
         hash_fields: Mapping[str, str],
         reservation_timeout_s: float = RESERVATION_TIMEOUT_S,
     ) -> None:
-        self._policy = DecodePolicy(limits)
-        self.state: CoreState[DecodeRequest] = CoreState(Scheduler(groups, limits, self._policy, hash_fields))
+        self.policy = DecodePolicy(limits)
+        self.state: CoreState[DecodeRequest] = CoreState(Scheduler(groups, limits, self.policy, hash_fields))
         self.transfers = receiver
         self._reservation_timeout_s = reservation_timeout_s
         self._outbox = Outbox()
@@ -72,7 +73,7 @@ class DecodeCore:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        return self._policy.prefill_tokens_per_s(self.state.scheduler)
+        return self.policy.prefill_tokens_per_s(self.state.scheduler)
 
     @property
     def num_held(self) -> int:
@@ -221,13 +222,19 @@ class DecodeCore:
         scheduler = self.state.scheduler
         assert len(row.tokens) == len(sequence.choices), f"{len(row.tokens)} tokens for {sequence}"
         if request.has_first_tokens:
-            self._outbox.add(request, (generation.append(scheduler, request, sequence, row.tokens[0]),))
+            self._go_on(request, sequence, row.runs[0])
         else:
             assert request.started_s is not None
             tokens = dict(zip(sequence.choices, row.tokens, strict=True))
             self._outbox.report(request, local_prefill_s=now_s - request.started_s)
             self._outbox.add(request, generation.start_choices(scheduler, request, tokens))
         self._remove_if_finished(request)
+
+    def _go_on(self, request: DecodeRequest, sequence: ScheduledSequence, run: Sequence[SampledToken]) -> None:
+        events = generation.append(self.state.scheduler, request, sequence, run)
+        self._outbox.add(request, events)
+        if sequence.is_ended:
+            self.policy.speculation.ended(sequence)
 
     # ---- ends ---------------------------------------------------------------------------------------
 

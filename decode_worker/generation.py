@@ -1,6 +1,7 @@
 """From sampled tokens to token events, forks and ends of choices: a request and its sequences change together. Pure."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 
 from common.engine.scheduling.scheduler import Scheduler
 from common.engine.scheduling.sequence import BlockTableSet, Sequence
@@ -36,14 +37,21 @@ def start_choices(
     return events
 
 
-def append(scheduler: Scheduler, request: DecodeRequest, sequence: Sequence, token: SampledToken) -> TokenEvent:
-    """The next token of one choice; a choice that is finished leaves at once."""
-    event = sequence.next_event(sequence.choices[0], token)
-    if event.finish_reason is None:
+def append(
+    scheduler: Scheduler, request: DecodeRequest, sequence: Sequence, run: Many[SampledToken]
+) -> tuple[TokenEvent, ...]:
+    """The next tokens of one choice: accepted drafts and the one behind them. A choice that is finished leaves at once,
+    and what comes behind its end is dropped."""
+    events: list[TokenEvent] = []
+    for token in run:
+        events.append(sequence.next_event(sequence.choices[0], token))
+        if events[-1].finish_reason is not None:
+            break
         sequence.token_ids.append(token.token_id)
-    else:
-        end_choices(scheduler, request, {event.choice_idx})
-    return event
+    scheduler.settle(sequence, len(events) - 1)
+    if events[-1].finish_reason is not None:
+        end_choices(scheduler, request, {events[-1].choice_idx})
+    return tuple(events)
 
 
 def end_choices(scheduler: Scheduler, request: DecodeRequest, choices: set[int]) -> None:

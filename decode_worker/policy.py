@@ -4,6 +4,7 @@ from common.cores.fair_shares import OUTPUT_WEIGHT, FairShares
 from common.engine.scheduling.scheduler import Limits, Scheduler
 from common.engine.scheduling.sequence import Sequence, SequencePhase, by_tenant
 from common.engine.scheduling.step_rate import StepRate
+from decode_worker.drafting.speculation import Speculation
 
 # Prompt tokens of a step when there are any; fewer would read all weights for next to nothing.
 MIN_CHUNK = 16
@@ -18,6 +19,7 @@ class DecodePolicy:
        them for all of its tokens first; those that have theirs may pass it, and older ones that have them always do.
     2. Every running sequence that needs one token gets it, by rank; the youngest makes room when blocks run out.
     3. What is left of the token budget goes to prefill chunks, in the same order, within what `ChunkBudget` grants.
+    4. Where there is no prompt to compute, drafts are verified beside the tokens, as far as that makes it faster.
 
     Progress: the oldest running sequence can take every block but the reserved ones; reservations end by themselves.
     """
@@ -29,6 +31,7 @@ class DecodePolicy:
         # Never more sequences than tokens in a step: so a prefill chunk always finds room beside the decoding ones.
         self._max_num_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._shares = FairShares()
+        self.speculation = Speculation(limits.max_draft_tokens)
 
     def fill(self, scheduler: Scheduler) -> None:
         self._shares.begin({sequence.work.tenant for sequence in (*scheduler.waiting, *scheduler.running)})
@@ -47,6 +50,7 @@ class DecodePolicy:
                 num_chunk_tokens = scheduler.prefill(sequence, num_tokens)
                 num_tokens -= num_chunk_tokens
                 self._shares.charge(sequence.work.tenant, num_chunk_tokens)
+        self.speculation.fill(scheduler)
 
     def prefill_tokens_per_s(self, scheduler: Scheduler) -> float:
         """How fast a prompt would be computed beside what runs now; 0.0 until one was."""

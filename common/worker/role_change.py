@@ -16,6 +16,7 @@ MAY_DIFFER = frozenset(
         *("role", "worker_id", "port"),
         *("block_size", "num_blocks", "kv_cache_bytes"),
         *("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "gap_budget_s", "max_step_s", "lease_s"),
+        *("speculation", "max_draft_tokens"),
         *("transport", "digest", "min_chunk_bytes", "max_inflight_bytes", "link_timeout_s"),
     }
 )

@@ -89,10 +89,11 @@ class Bench(CoreBench):
         reservation_timeout_s: float = 30.0,
         gap_budget_s: float = 0.0,
         groups: Sequence[PoolGroup] | None = None,
+        max_draft_tokens: int = 0,
     ) -> None:
         groups = groups or [PoolGroup(BlockPool(num_blocks, block_size))]
         self.receiver = ScriptedReceiver()
-        limits = Limits(budget, max_num_seqs, max_num_waiting, gap_budget_s)
+        limits = Limits(budget, max_num_seqs, max_num_waiting, gap_budget_s, max_draft_tokens)
         self.role = DecodeCore(groups, self.receiver, limits, {"model": "m"}, reservation_timeout_s)
         super().__init__(WorkerCore(self.role))
 

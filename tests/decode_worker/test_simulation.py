@@ -16,6 +16,7 @@ from common.values.request import SamplingParams, Work
 from common.worker.events import Drained, DrainRequested, RouterLost
 from tests.core_bench import ROUTER, attempt, draw_action, tokens
 from tests.decode_worker.harness import Bench
+from tests.decode_worker.oracle import Oracle
 from tests.simkit.fake_engine import VOCAB_SIZE, expected_output
 
 SEEDS = range(100)
@@ -26,7 +27,7 @@ SECOND = RouterId("second")
 class Life:
     """Random work and faults for one Bench. What was done to an attempt decides what its streams must be."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, has_drafts: bool = False) -> None:
         self.rng = rng = random.Random(seed)
         self.bench = Bench(
             num_blocks=rng.randint(6, 24),
@@ -35,6 +36,8 @@ class Life:
             max_num_seqs=rng.choice([1, 2, 4, 8]),
             max_num_waiting=rng.choice([0, 3, 8]),
         )
+        if has_drafts:
+            self.bench.role.policy.speculation = Oracle(rng, share_right=rng.choice([0.3, 0.8, 1.0]))
         self.has_faults = rng.random() < 0.5  # without any, the pool is under more pressure
         self.works: dict[str, Work] = {}
         self.cancelled: dict[str, set[int]] = {}
@@ -160,9 +163,10 @@ class Life:
             assert is_ended_early or output == expected, f"{name} choice {choice} is cut short"
 
 
+@pytest.mark.parametrize("has_drafts", [False, True], ids=["plain", "drafts"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_life_is_exact_and_leaves_nothing(seed: int) -> None:
-    life = Life(seed)
+def test_random_life_is_exact_and_leaves_nothing(seed: int, has_drafts: bool) -> None:
+    life = Life(seed, has_drafts=has_drafts)
     for _ in range(NUM_ACTIONS):
         life.act()
     life.heal()

@@ -115,7 +115,7 @@ class FakeRunner:
 
     def _compute(self, sequence: ScheduledSequence) -> None:
         tables = sequence.block_tables
-        for position, token_id in enumerate(sequence.token_ids, sequence.start):
+        for position, token_id in enumerate(sequence.new_token_ids, sequence.start):
             previous = self.kv.read(tables[0], position - 1) if position > 0 else 0
             for idx, window in enumerate(self.windows):
                 for read in range(max(0, position - window + 1), position if window else 0):
@@ -127,8 +127,17 @@ class FakeRunner:
             return SequenceResult(sequence.sequence_id, error="logits are not finite")
         num_tokens = sequence.start + len(sequence.token_ids)
         values = [self.kv.read(sequence.block_tables[0], position) for position in range(num_tokens)]
-        runs = tuple((SampledToken(draw(values, spec)),) for spec in sequence.samples)
-        return SequenceResult(sequence.sequence_id, runs, prompt_logprobs=_scores(sequence, values))
+        drafts = sequence.draft_token_ids
+        if not drafts:
+            runs = tuple((SampledToken(draw(values, spec)),) for spec in sequence.samples)
+            return SequenceResult(sequence.sequence_id, runs, prompt_logprobs=_scores(sequence, values))
+        run = [draw(values, sequence.samples[0])]
+        for position, (draft, spec) in enumerate(zip(drafts, sequence.samples[1:], strict=True), num_tokens):
+            if run[-1] != draft:
+                break
+            values.append(self.kv.read(sequence.block_tables[0], position))
+            run.append(draw(values, spec))
+        return SequenceResult(sequence.sequence_id, (tuple(map(SampledToken, run)),))
 
 
 def _scores(sequence: ScheduledSequence, values: Sequence[int]) -> PromptLogprobs | None:
@@ -144,8 +153,8 @@ def _check_no_slot_is_written_twice(plan: StepPlan, block_size: int) -> None:
     for sequence in plan.sequences:
         assert sequence.token_ids, "a sequence without tokens"
         for idx, table in enumerate(sequence.block_tables):
-            assert (sequence.start + len(sequence.token_ids) - 1) // block_size < len(table)
-            for position in range(sequence.start, sequence.start + len(sequence.token_ids)):
+            assert (sequence.start + sequence.num_new - 1) // block_size < len(table)
+            for position in range(sequence.start, sequence.start + sequence.num_new):
                 slot = idx, table[position // block_size], position % block_size
                 assert slot not in written, f"two sequences write slot {slot}"
                 written.add(slot)

@@ -191,6 +191,28 @@ class BlockTables:
         sequence.block_tables = tuple(tables)
         return copies
 
+    def extend(self, sequence: ScheduledSequence, num_tokens: int, num_running: int) -> int:
+        """Blocks for tokens behind the next one, drafts: for how many of `num_tokens`. The next one has its own.
+
+        Only of blocks that nobody will soon need: each running sequence is left one to grow by.
+        """
+        end = sequence.num_computed + 1
+        for pool, table in zip(self._pools, sequence.block_tables, strict=True):
+            num_blocks = len(table) + max(0, pool.num_available - num_running)
+            num_tokens = min(num_tokens, num_blocks * self.block_size - end)
+        for idx, table in enumerate(sequence.block_tables):
+            num_missing = max(0, self._pools[idx].num_blocks_for(end + num_tokens) - len(table))
+            self._replace(sequence, idx, (*table, *self._allocate(idx, num_missing, RefKind.USED)))
+        return num_tokens
+
+    def shrink(self, sequence: ScheduledSequence) -> None:
+        """Give back what lies behind its tokens: blocks of drafts that were not accepted."""
+        num_blocks = self._pools[0].num_blocks_for(len(sequence.token_ids))
+        for idx, table in enumerate(sequence.block_tables):
+            if len(table) > num_blocks:
+                self._pools[idx].release(table[num_blocks:], RefKind.USED)
+                self._replace(sequence, idx, table[:num_blocks])
+
     def num_writable(self, sequence: ScheduledSequence, num_tokens: int) -> int:
         """Of the next tokens of a prompt, as many as have blocks: those of a window move on with it."""
         self.move_windows(sequence)
@@ -279,8 +301,11 @@ class BlockTables:
         ahead = range(first, min(first + self._max_moving[idx], len(table)))
         missing = [place for place in ahead if table[place] == NO_BLOCK]
         self._put(idx, table, missing[: pool.num_available], RefKind.USED)
+        self._replace(sequence, idx, tuple(table))
+
+    def _replace(self, sequence: ScheduledSequence, idx: int, table: tuple[int, ...]) -> None:
         tables = sequence.block_tables
-        sequence.block_tables = (*tables[:idx], tuple(table), *tables[idx + 1 :])
+        sequence.block_tables = (*tables[:idx], table, *tables[idx + 1 :])
 
     def _put(self, idx: int, table: list[int], places: list[int], kind: RefKind) -> None:
         for place, block in zip(places, self._allocate(idx, len(places), kind), strict=True):

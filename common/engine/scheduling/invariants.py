@@ -42,6 +42,7 @@ def _check_sequence(sequence: Sequence, scheduler: Scheduler) -> None:
     assert (sequence in scheduler.running) == (sequence.phase is SequencePhase.RUNNING), str(sequence)
     assert (sequence in scheduler.in_step) == (sequence.num_scheduled > 0), str(sequence)
     assert 0 <= sequence.num_computed < len(sequence.token_ids), str(sequence)
+    assert sequence.num_scheduled or not sequence.draft_token_ids, str(sequence)
     assert sequence.block_tables or sequence.phase is SequencePhase.WAITING, str(sequence)
     for group, table in zip(scheduler.blocks.groups, sequence.block_tables, strict=False):
         _check_table(group, table, sequence)
@@ -51,6 +52,7 @@ def _check_table(group: PoolGroup, table: tuple[int, ...], sequence: Sequence) -
     """Every token that the running or the next step reads or writes has its block."""
     num_blocks_for = group.pool.num_blocks_for
     num_tokens = sequence.num_computed + sequence.num_scheduled
-    assert num_blocks_for(num_tokens) <= len(table) <= num_blocks_for(len(sequence.token_ids)), str(sequence)
+    num_known = len(sequence.token_ids) + len(sequence.draft_token_ids)
+    assert num_blocks_for(num_tokens) <= len(table) <= num_blocks_for(num_known), str(sequence)
     needed = table[group.first_block_needed(sequence.num_computed) : num_blocks_for(num_tokens)]
     assert NO_BLOCK not in needed, f"{sequence} lacks a block that it reads"

@@ -1,7 +1,7 @@
 """Which sequences compute which tokens in the next step: the mechanism that both roles share. Pure: no IO.
 
 Owns the sequences' places (waiting, running, in the running step) and, through `BlockTables`, their blocks. A `Policy`
-decides the order: it is asked once per step, and fills the step with the three verbs `admit`, `decode` and `prefill`.
+decides the order: it is asked once per step, and fills the step with its verbs: `admit`, `decode`, `prefill`, `draft`.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,14 @@ MAX_SCORED_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one step (tokens, sequences, time beside running streams; 0 = as long as it takes) and of the queue."""
+    """Bounds of one step and of the queue. Of a step: tokens, sequences, time beside running streams (0 = as long as it
+    takes), drafts per sequence (0 = none)."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_num_waiting: int
     gap_budget_s: float = 0.0
+    max_draft_tokens: int = 0
 
     @property
     def max_num_queued(self) -> int:
@@ -38,7 +40,8 @@ class Limits:
     @classmethod
     def of(cls, config: WorkerConfig) -> Self:
         bounds = config.max_num_batched_tokens, config.max_num_seqs, config.max_num_waiting
-        return cls(*bounds, gap_budget_s=config.gap_budget_s)
+        max_draft_tokens = config.max_draft_tokens if config.speculation == "ngram" else 0
+        return cls(*bounds, gap_budget_s=config.gap_budget_s, max_draft_tokens=max_draft_tokens)
 
 
 class Policy(Protocol):
@@ -69,6 +72,7 @@ class Scheduler:
         self._num_left = 0  # tokens that the step being filled has room for
         self._num_scores_left = 0  # and of those, tokens whose logprobs are told
         self._num_decoding = 0  # sequences of the step that compute one token after their last draw
+        self._num_drafts = 0  # tokens of the step that are guesses
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
@@ -165,15 +169,16 @@ class Scheduler:
     def finish_step(self, result: StepResult) -> list[tuple[Sequence, int, SequenceResult | None]]:
         """The step's tokens are computed: (sequence, number of tokens, what was drawn) of those that have not ended.
 
-        Full blocks become findable at once; not so those of a sequence whose row has an error.
+        Full blocks become findable at once; not so those of a sequence whose row has an error. Drafts do not count as
+        computed: the caller appends what was drawn, and `settle`s.
         """
         rows = {row.sequence_id: row for row in result.results}
-        num_prefill_tokens = self.limits.max_num_batched_tokens - self._num_left - self._num_decoding
-        self.rate.add(num_prefill_tokens, self._num_decoding, result.duration_s)
+        self._measure(result)
         in_step, self._in_step = self._in_step, []
         finished = []
         for sequence in in_step:
-            row, num_tokens = rows.get(sequence.sequence_id), sequence.num_scheduled
+            row = rows.get(sequence.sequence_id)
+            num_tokens = sequence.num_scheduled - len(sequence.draft_token_ids)
             self._advance(sequence, num_tokens, is_trusted=row is None or row.error is None)
             if sequence.is_ended:
                 self.blocks.release(sequence)
@@ -181,11 +186,22 @@ class Scheduler:
                 finished.append((sequence, num_tokens, row))
         return finished
 
+    def settle(self, sequence: Sequence, num_accepted: int) -> None:
+        """Its draw of the finished step is in `token_ids`. The KV of that many accepted drafts counts as computed; what
+        the others took is given back."""
+        assert num_accepted <= len(sequence.draft_token_ids), f"{num_accepted} drafts accepted of {sequence}"
+        sequence.draft_token_ids = ()
+        self.blocks.shrink(sequence)
+        if num_accepted:
+            self._advance(sequence, num_accepted, is_trusted=True)
+
     def fail_step(self) -> list[Sequence]:
         """Nothing of the step counts; its sequences that have not ended meanwhile."""
         in_step, self._in_step = self._in_step, []
         for sequence in in_step:
             sequence.num_scheduled = 0
+            sequence.draft_token_ids = ()
+            self.blocks.shrink(sequence)
             if sequence.is_ended:
                 self.blocks.release(sequence)
         return [sequence for sequence in in_step if not sequence.is_ended]
@@ -196,6 +212,11 @@ class Scheduler:
     def num_decoding(self) -> int:
         """Sequences that `decode` has put into the step."""
         return self._num_decoding
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the step has room for."""
+        return self._num_left
 
     @property
     def has_room(self) -> bool:
@@ -234,7 +255,23 @@ class Scheduler:
         self._num_decoding += 1
         self._take(sequence, 1)
 
+    def draft(self, sequence: Sequence, token_ids: Many[int]) -> None:
+        """Guesses at what follows the one token of a sequence of this step, as many as have room and free blocks."""
+        assert sequence.num_scheduled == 1, f"drafts for {sequence}"
+        num_tokens = min(len(token_ids), self._num_left)
+        num_tokens = self.blocks.extend(sequence, num_tokens, len(self._running))
+        sequence.draft_token_ids = tuple(token_ids[:num_tokens])
+        sequence.num_scheduled += num_tokens
+        self._num_left -= num_tokens
+        self._num_drafts += num_tokens
+
     # ---- private ------------------------------------------------------------------------------------
+
+    def _measure(self, result: StepResult) -> None:
+        num_decoding, num_drafts = self._num_decoding, self._num_drafts
+        num_prefill_tokens = self.limits.max_num_batched_tokens - self._num_left - num_decoding - num_drafts
+        num_accepted = sum(len(run) - 1 for row in result.results for run in row.runs)
+        self.rate.add(num_prefill_tokens, num_decoding, result.duration_s, num_drafts, num_accepted)
 
     def _new_id(self) -> int:
         self._num_sequences += 1
@@ -243,7 +280,7 @@ class Scheduler:
     def _fill(self) -> None:
         self._num_left = self.limits.max_num_batched_tokens
         self._num_scores_left = MAX_SCORED_TOKENS
-        self._num_decoding = 0
+        self._num_decoding = self._num_drafts = 0
         self._policy.fill(self)
 
     def _take(self, sequence: Sequence, num_tokens: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.engine.contract.plan import ScheduledSequence, ScoreSpec, sample_spec
+from common.engine.contract.plan import SampleSpec, ScheduledSequence, ScoreSpec, draft_specs, sample_spec
 from common.values.hashing import extend_block_hashes
 from common.values.ids import BlockHash
 from common.values.request import SampledToken, TokenEvent, Work
@@ -59,7 +59,8 @@ class Sequence:
     block_tables: BlockTableSet = ()
     num_cached_tokens: int = 0  # found in the prefix cache when it got its blocks; before that an estimate
     num_computed: int = 0  # tokens whose KV is in place; < len(token_ids) while it can be scheduled
-    num_scheduled: int = 0  # tokens in the running step; 0 = not part of it
+    num_scheduled: int = 0  # tokens in the running step, drafts included; 0 = not part of it
+    draft_token_ids: tuple[int, ...] = ()  # guesses at what follows `token_ids`, in the running step
     num_scored: int = 1  # leading prompt tokens whose logprobs are told, where they are wanted; the first has none
     num_overtaken: int = 0  # admissions of later sequences while this one found no blocks
     phase: SequencePhase = SequencePhase.WAITING
@@ -95,16 +96,22 @@ class Sequence:
 
     def scheduled(self) -> ScheduledSequence:
         """What the running step does with it."""
-        end = self.num_computed + self.num_scheduled
-        is_last = end == len(self.token_ids)
+        end = self.num_computed + self.num_scheduled - len(self.draft_token_ids)
         return ScheduledSequence(
             sequence_id=self.sequence_id,
             token_ids=tuple(self.token_ids[self.num_computed : end]),
             start=self.num_computed,
             block_tables=_as_planned(self.block_tables),
-            samples=tuple(sample_spec(self.work, c, self.token_ids) for c in self.choices) if is_last else (),
+            samples=self._samples() if end == len(self.token_ids) else (),
             scores=self._scores(end) if self.is_scoring else None,
+            draft_token_ids=self.draft_token_ids,
         )
+
+    def _samples(self) -> tuple[SampleSpec, ...]:
+        if self.draft_token_ids:
+            (choice,) = self.choices
+            return draft_specs(self.work, choice, self.token_ids, self.draft_token_ids)
+        return tuple(sample_spec(self.work, choice, self.token_ids) for choice in self.choices)
 
     def _scores(self, end: int) -> ScoreSpec | None:
         """Those of the tokens that follow the scheduled ones, up to the one at `end`."""

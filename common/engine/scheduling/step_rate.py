@@ -3,6 +3,8 @@
 duration of a step = time of a step that only decodes + prompt tokens / speed
 """
 
+from common.engine.scheduling.row_times import RowTimes
+
 # Weight of the newest step: about the last ten steps count.
 _NEWEST = 0.2
 # At least this share of a step's time is charged to its prompt tokens: the other term is a little old.
@@ -13,16 +15,27 @@ class StepRate:
     """Moving averages; each 0.0 until there was a step of its kind."""
 
     def __init__(self) -> None:
-        self.step_s = 0.0  # of all steps
-        self.decode_s = 0.0  # of steps that only decode
+        self.step_s = 0.0  # of all steps, per token that a sequence got
+        self.decode_s = 0.0  # of steps that only decode, without drafts
+        self.rows = RowTimes()  # of steps that only decode, with drafts and without
         self._num_tokens = 0.0
         self._prefill_s = 0.0
 
-    def add(self, num_prefill_tokens: int, num_decoding: int, duration_s: float) -> None:
-        """One step: `num_prefill_tokens` of prompts, one token of each of `num_decoding` sequences."""
-        self.step_s = _smooth(self.step_s, duration_s)
+    def add(
+        self,
+        num_prefill_tokens: int,
+        num_decoding: int,
+        duration_s: float,
+        num_drafts: int = 0,
+        num_accepted: int = 0,
+    ) -> None:
+        """One step: `num_prefill_tokens` of prompts, one token of each of `num_decoding` sequences and drafts."""
+        tokens_per_sequence = 1 + num_accepted / num_decoding if num_decoding else 1.0
+        self.step_s = _smooth(self.step_s, duration_s / tokens_per_sequence)
         if num_prefill_tokens == 0:
-            self.decode_s = _smooth(self.decode_s, duration_s)
+            self.rows.add(num_decoding + num_drafts, duration_s)
+            if num_drafts == 0:
+                self.decode_s = _smooth(self.decode_s, duration_s)
             return
         decode_s = self.decode_s if num_decoding else 0.0
         prefill_s = max(duration_s - decode_s, _LEAST_SHARE * duration_s)
