@@ -231,8 +231,11 @@ class DecodeCore:
         self._remove_if_finished(request)
 
     def _go_on(self, request: DecodeRequest, sequence: ScheduledSequence, run: Sequence[SampledToken]) -> None:
+        num_drafts = len(sequence.draft_token_ids)
         events = generation.append(self.state.scheduler, request, sequence, run)
         self._outbox.add(request, events)
+        if num_drafts:
+            self._outbox.count_drafts(request, num_drafts, len(events) - 1)
         if sequence.is_ended:
             self.policy.speculation.ended(sequence)
 

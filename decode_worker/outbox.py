@@ -15,6 +15,7 @@ class Outbox:
     def __init__(self) -> None:
         self._reports: dict[AttemptId, tuple[RouterId, HandoffReport]] = {}
         self._tokens: dict[RouterId, dict[AttemptId, list[TokenEvent]]] = {}
+        self._drafts: dict[AttemptId, tuple[int, int]] = {}  # verified, accepted
 
     def report(self, request: DecodeRequest, local_prefill_s: float) -> None:
         """How the request's prompt came here; once, before its first tokens."""
@@ -38,9 +39,15 @@ class Outbox:
         attempts = self._tokens.setdefault(request.router_id, {})
         attempts.setdefault(request.attempt_id, []).extend(events)
 
+    def count_drafts(self, request: DecodeRequest, num_drafts: int, num_accepted: int) -> None:
+        """What was verified for the tokens that go out with it."""
+        before = self._drafts.get(request.attempt_id, (0, 0))
+        self._drafts[request.attempt_id] = before[0] + num_drafts, before[1] + num_accepted
+
     def forget(self, attempt_id: AttemptId) -> None:
         """The request failed or was cancelled: what it made meanwhile is of no use."""
         self._reports.pop(attempt_id, None)
+        self._drafts.pop(attempt_id, None)
         for attempts in self._tokens.values():
             attempts.pop(attempt_id, None)
 
@@ -48,8 +55,13 @@ class Outbox:
         effects = [SendToRouter(router_id, report) for router_id, report in self._reports.values()]
         for router_id, attempts in self._tokens.items():
             if attempts:
-                batch = TokenBatch(tuple(AttemptTokens(a, tuple(events)) for a, events in attempts.items()))
+                batch = TokenBatch(
+                    tuple(
+                        AttemptTokens(a, tuple(events), *self._drafts.get(a, (0, 0))) for a, events in attempts.items()
+                    )
+                )
                 effects.append(SendToRouter(router_id, batch))
         self._reports.clear()
+        self._drafts.clear()
         self._tokens.clear()
         return effects

@@ -14,7 +14,6 @@ Quantization = Literal["none", "int8", "int4"]
 Attention = Literal["auto", "cpu", "triton"]
 Transport = Literal["auto", "gloo", "shm", "nccl"]
 SpeculationKind = Literal["ngram", "off"]
-Transport = Literal["gloo", "nccl"]
 ToolParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "deepseek", "harmony"]
 ReasoningParser = Literal["auto", "none", "think", "harmony"]
 
@@ -83,7 +82,7 @@ class WorkerSettings(BaseModel):
         1, ge=1, le=64, description="processes that a worker splits its model over, on one machine; on CPUs"
     )
     speculation: SpeculationKind = Field(
-        "off", description="a decode worker guesses tokens by what stood behind the same words, where that is faster"
+        "ngram", description="a decode worker guesses tokens by what stood behind the same words, where that is faster"
     )
     max_draft_tokens: int = Field(15, ge=1, le=32, description="guesses per sequence and step")
     num_threads: int = Field(0, ge=0, description="compute threads, of all ranks together; 0 = torch's choice")

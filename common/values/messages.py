@@ -141,8 +141,12 @@ class FirstTokens:
 
 @dataclass(frozen=True, slots=True)
 class AttemptTokens:
+    """`num_drafts`: guesses that were verified for it meanwhile; those that were right are among `tokens`."""
+
     attempt_id: AttemptId
     tokens: tuple[TokenEvent, ...]
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+from common.engine.contract.plan import StepPlan, StepResult
 from common.telemetry.metrics import Metrics
 from common.values.config import WorkerConfig
 from common.values.messages import HandoffReport, TransferFailed, WorkerState, WorkerStats
@@ -55,6 +56,20 @@ def record_message(metrics: Metrics, message: object) -> None:
             metrics.observe("pdserve_kv_transfer_bytes", message.num_bytes)
         case TransferFailed(reason=reason):
             metrics.inc("pdserve_kv_transfer_failures", reason=reason.partition(" ")[0])  # its outcome
+
+
+def record_drafts(metrics: Metrics, plan: StepPlan, result: StepResult) -> None:
+    """What came of a step's drafts."""
+    num_drafts = {sequence.sequence_id: len(sequence.draft_token_ids) for sequence in plan.sequences}
+    if not any(num_drafts.values()):
+        return
+    sizes = [len(row.runs[0]) for row in result.results if num_drafts[row.sequence_id] and row.runs]
+    num_accepted = sum(sizes) - len(sizes)
+    metrics.inc("pdserve_draft_tokens", sum(num_drafts.values()))
+    metrics.inc("pdserve_draft_tokens_accepted", num_accepted)
+    metrics.inc("pdserve_draft_tokens_wasted", sum(num_drafts.values()) - num_accepted)
+    for size in sizes:
+        metrics.observe("pdserve_step_tokens_per_sequence", size)
 
 
 def with_health(stats: WorkerStats, step_age_s: float, config: WorkerConfig) -> WorkerStats:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from common.cores.core_loop import CoreLoop
 from common.engine.contract.executor import Executor, ExecutorEvent, StepFinished
+from common.engine.contract.plan import StepPlan
 from common.engine.executor.local import LocalExecutor
 from common.engine.executor.processors import processors
 from common.values.ids import BlockHash, RouterId
@@ -27,7 +28,7 @@ from common.worker.events import (
     SendToRouter,
 )
 from common.worker.lifecycle import WorkerContext
-from common.worker.reporting import record_message, with_health
+from common.worker.reporting import record_drafts, record_message, with_health
 
 
 class Sessions(Protocol):
@@ -55,6 +56,7 @@ class RoleShell:
         self.drained = asyncio.Event()
         self._context = context
         self._core = core
+        self._plan = StepPlan(0, ())  # the one that runs
         self._loop: CoreLoop[Any, Any] = CoreLoop(core, self._perform)
         self._sessions = open_sessions(self._loop.post)
         cpus = processors(context.config.cpus)
@@ -111,10 +113,12 @@ class RoleShell:
                 self._sessions.perform(effect)
 
     def _run_step(self, effect: RunStep) -> None:
+        self._plan = effect.plan
         self._executor.submit(effect.plan, reports_layers=effect.reports_layers)
         self._context.metrics.observe("pdserve_step_tokens", effect.plan.num_tokens)
 
     def _on_executor_event(self, event: ExecutorEvent) -> None:
         if isinstance(event, StepFinished):
             self._context.metrics.observe("pdserve_step_seconds", event.result.duration_s)
+            record_drafts(self._context.metrics, self._plan, event.result)
         self._loop.post_threadsafe(event)

@@ -65,6 +65,8 @@ def _made(request: Request, now_s: float, last: Finished | Failed | None) -> Rec
         "num_prompt_tokens": len(request.spec.token_ids),
         "num_completion_tokens": request.num_completion_tokens,
         "num_cached_tokens": request.num_cached_tokens,
+        "num_drafts": request.num_drafts,
+        "num_accepted_drafts": request.num_accepted_drafts,
         "num_retries": request.num_retries,
         "trace_parent": request.spec.trace_parent,
         "finish_reasons": [choice.finish_reason or "" for choice in request.choices],

@@ -167,6 +167,8 @@ class Request:
     decisions: list[RoutingDecision] = field(default_factory=list)
     num_attempts: int = 0
     num_retries: int = 0
+    num_drafts: int = 0  # guessed and verified by decode workers, repeats after a loss included
+    num_accepted_drafts: int = 0
     is_granted: bool = False  # some decode worker has taken it, at some time
     is_accepted: bool = False
     num_scored: int = (
@@ -307,6 +309,10 @@ class Request:
         self.choices[choice_idx].is_stopped = True
         self._drop_ended(attempt)
         return attempt
+
+    def note_drafts(self, message: AttemptTokens) -> None:
+        self.num_drafts += message.num_drafts
+        self.num_accepted_drafts += message.num_accepted_drafts
 
     def note_decisions(self, decisions: Iterable[RoutingDecision]) -> None:
         """Keep decisions; of very many only the newest."""

@@ -242,6 +242,7 @@ def decode_first(requests: Requests, on: Placed, message: AttemptTokens) -> None
 
 
 def decode(requests: Requests, on: Placed, message: AttemptTokens) -> None:
+    on.request.note_drafts(message)
     requests.take_tokens(on.request, on.attempt, message.tokens)
     if not on.attempt.choices:
         requests.release(on.worker.ref, on.attempt)  # it has ended the choices by itself

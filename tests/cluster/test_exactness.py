@@ -71,6 +71,17 @@ async def test_bad_words_are_kept_out_as_in_one_process_over_both_apis(crowded: 
     assert {record["attempts"][-1]["is_local"] for record in records} == {True, False}
 
 
+async def test_speculated_answers_are_those_of_one_process_and_drafts_are_counted(
+    crowded: Cluster, tiny_model: Path
+) -> None:
+    """1. answers that repeat themselves, one after another; 2. drafts were accepted, and the record knows."""
+    cases = random_cases(6, seed=12, max_tokens=90, regex="((one|two), three; ){8,}")
+    assert wrong(tiny_model, cases, await run_all(crowded.url, "tiny", cases, at_once=1)) == []
+    records = crowded.get(f"/admin/v1/requests?limit={len(cases)}")["requests"]
+    num_accepted = sum(record["num_accepted_drafts"] for record in records)
+    assert 0 < num_accepted <= sum(record["num_drafts"] for record in records)
+
+
 GUIDED = r'\{"name": "[a-zA-Z ]{3,30}", "age": [1-9][0-9]?(, "tags": \[("[a-z]{1,8}"(, )?){1,6}\])?\}'
 
 

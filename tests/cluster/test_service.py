@@ -129,13 +129,14 @@ async def test_a_worker_killed_under_load_is_not_noticed(cluster: Cluster, tiny_
     """1. load; 2. kill -9 one worker; 3. no gap, no repeat, the same tokens; 4. the pool is whole again."""
     cases: list[Asked] = [
         *random_cases(45, seed=21, max_tokens=240),
+        *random_cases(10, seed=24, max_tokens=240, regex="(one, two, three; ){12,}"),  # drafts are right
         *random_cases(15, seed=20, max_tokens=240, regex='(\\{"k": "[a-z ]{20,40}"\\} ?){4,6}'),
         *tool_cases(15, seed=24),
     ]
     random.Random(1).shuffle(cases)
     victim = cluster.workers(role)[0]["pid"]
     load = asyncio.create_task(run_all(cluster.url, "tiny", cases))
-    # Of the 75, 16 at once: prompts keep coming all the time. A prefill of this model is too short to be seen.
+    # Of the 85, 16 at once: prompts keep coming all the time. A prefill of this model is too short to be seen.
     await asyncio.to_thread(cluster.wait_for, lambda state: state["num_running"], bool)
     os.kill(victim, signal.SIGKILL)
     assert not load.done()

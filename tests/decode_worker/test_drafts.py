@@ -12,7 +12,7 @@ from common.engine.scheduling.block_tables import PoolGroup
 from common.values.messages import AttemptFailed, TokenBatch
 from common.values.request import FinishReason, SamplingParams, Work
 from common.worker.events import PublishBlocks
-from tests.core_bench import tokens
+from tests.core_bench import attempt, tokens
 from tests.decode_worker.harness import Bench, job
 from tests.decode_worker.oracle import Oracle
 from tests.simkit.fake_engine import VOCAB_SIZE, expected_output
@@ -194,3 +194,15 @@ def test_drafts_keep_within_the_token_budget_of_a_step() -> None:
         assert bench.plan.num_tokens <= 7
         bench.step()
     assert [bench.output(f"r{i}") for i in range(3)] == [expected_output(work, 0) for work in works]
+
+
+def test_the_router_is_told_of_drafts_with_the_tokens_they_came_to() -> None:
+    bench = drafting(Bench(), 1.0, 3)
+    works = [job(name, tokens(20, first=first), max_tokens=9) for name, first in (("a", 0), ("b", 300))]
+    for work in works:
+        bench.start(work)
+    bench.run_all()
+    told = [each for batch in bench.sent if isinstance(batch, TokenBatch) for each in batch.attempts]
+    for name in "ab":
+        counts = [(len(t.tokens), t.num_drafts, t.num_accepted_drafts) for t in told if t.attempt_id == attempt(name)]
+        assert counts == [(1, 0, 0), (4, 3, 3), (4, 3, 3)]

@@ -949,6 +949,11 @@ class AttemptTokens(_message.Message):
 
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
+    num_drafts: _builtins.int
+    """Guesses that the step verified for these choices, and how many of them were right."""
+    num_accepted_drafts: _builtins.int
     @_builtins.property
     def attempt_id(self) -> Global___AttemptId: ...
     @_builtins.property
@@ -958,10 +963,12 @@ class AttemptTokens(_message.Message):
         *,
         attempt_id: Global___AttemptId | None = ...,
         tokens: _abc.Iterable[Global___TokenEvent] | None = ...,
+        num_drafts: _builtins.int = ...,
+        num_accepted_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "num_accepted_drafts", b"num_accepted_drafts", "num_drafts", b"num_drafts", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -107,7 +107,7 @@ WORKER_MESSAGES: list[WorkerMessage] = [
     Refused(ATTEMPT, "too long", is_retryable=True, prefill_try=7),
     PromptScored(ATTEMPT, PromptLogprobs(7, (-0.5, -2.25), (1, 70_000), (5, 9), (-0.5, -0.125)), 2),
     FirstTokens(ATTEMPT, 1, TOKENS, 0.25, 0.5, 32, (ChunkTiming(0.1, 0.2, 64), ChunkTiming(0.2, 0.3, 5))),
-    TokenBatch((AttemptTokens(ATTEMPT, TOKENS), AttemptTokens(AttemptId(RequestId("b"), 0), TOKENS[:1]))),
+    TokenBatch((AttemptTokens(ATTEMPT, TOKENS, 9, 4), AttemptTokens(AttemptId(RequestId("b"), 0), TOKENS[:1]))),
     HandoffReport(ATTEMPT, 2**40, 30, 0.5, 0.125, 0.25, 16, is_local=True, local_prefill_s=0.75, chunks=(KV_CHUNK,)),
     TransferFailed(ATTEMPT, 2, "link lost"),
     AttemptFailed(ATTEMPT, "step failed", is_retryable=True, prefill_try=1),

@@ -2,10 +2,12 @@
 
 import pytest
 
+from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, StepResult
 from common.telemetry.metrics import Metrics
 from common.values.ids import AttemptId, RequestId
 from common.values.messages import HandoffReport, TransferFailed, WorkerStats
-from common.worker.reporting import record_message, report_stats
+from common.values.request import SampledToken, SamplingParams
+from common.worker.reporting import record_drafts, record_message, report_stats
 
 ATTEMPT = AttemptId(RequestId("r"), 1)
 
@@ -46,3 +48,22 @@ async def test_preemptions_are_counted_by_what_was_added() -> None:
         await report_stats(stats_now, lambda stats: None, metrics, interval_s=0.0)
     (count,) = lines_of(metrics, "pdserve_preemptions_total")
     assert count.endswith(" 5.0")
+
+
+def test_drafts_are_counted_with_what_came_of_them() -> None:
+    """Of four drafts two are right; of two the row fails; a sequence without any counts for nothing."""
+    metrics, spec = Metrics("tiny", "decode", "decode-0"), SampleSpec(0, 3, SamplingParams(seed=1, max_tokens=9))
+    tokens = tuple(SampledToken(token_id) for token_id in (5, 6, 7))
+    sequences = (
+        ScheduledSequence(1, (4,), 9, ((0,),), (spec,) * 5, (5, 6, 8, 9)),
+        ScheduledSequence(2, (4,), 9, ((1,),), (spec,) * 3, (5, 6)),
+        ScheduledSequence(3, (4,), 9, ((2,),), (spec,)),
+    )
+    results = SequenceResult(1, (tokens,)), SequenceResult(2, error="not finite"), SequenceResult(3, (tokens[:1],))
+    record_drafts(metrics, StepPlan(1, sequences), StepResult(1, results, 0.1))
+    record_drafts(metrics, StepPlan(2, sequences[2:]), StepResult(2, results[2:], 0.1))
+    names = ("draft_tokens", "draft_tokens_accepted", "draft_tokens_wasted")
+    counts = [lines_of(metrics, f"pdserve_{name}_total")[0].rpartition(" ")[2] for name in names]
+    assert counts == ["6.0", "2.0", "4.0"]
+    (total,), (num,) = (lines_of(metrics, f"pdserve_step_tokens_per_sequence_{part}") for part in ("sum", "count"))
+    assert (total.rpartition(" ")[2], num.rpartition(" ")[2]) == ("3.0", "1.0")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from common.values.messages import Cancel, FirstTokens, Granted, Prefill, Reserve
+from common.values.ids import RequestId
+from common.values.messages import AttemptTokens, Cancel, FirstTokens, Granted, Prefill, Reserve, TokenBatch
 from common.values.request import FinishReason
 from router.core.events import ChoiceStopped, NoteStaleHit
 from router.core.generation import Accepted, Finished, Tokens
@@ -214,3 +215,17 @@ def test_repeats_of_delivered_tokens_leave_no_trace() -> None:
     driver.tokens("d0", attempt_id, *(token(position) for position in range(100)))
     assert len(driver.token_ids()) == 100
     assert driver.take() == []  # no replay
+
+
+def test_runs_of_tokens_are_delivered_whole_and_their_drafts_are_on_record() -> None:
+    driver = Driver("p0", "d0")
+    attempt_id = driver.to_decoding(request(max_tokens=7))
+    for first, num_drafts, num_accepted in ((1, 4, 2), (4, 5, 2)):
+        run = tuple(token(at, finish=FinishReason.LENGTH if at == 6 else None) for at in range(first, first + 3))
+        driver.say("d0", TokenBatch((AttemptTokens(attempt_id, run, num_drafts, num_accepted),)))
+    assert [len(event.tokens) for event in driver.events() if isinstance(event, Tokens)] == [1, 3, 3]
+    assert driver.token_ids() == [100 + position for position in range(7)]
+    assert driver.finished().num_completion_tokens == 7
+    record = driver.core.record(RequestId("r"), driver.now_s)
+    assert record is not None
+    assert (record["num_drafts"], record["num_accepted_drafts"]) == (9, 4)

@@ -127,12 +127,14 @@ function save(record) {
   toast("Open the file in ui.perfetto.dev or chrome://tracing.");
 }
 
-function summary({ timings, num_prompt_tokens, num_cached_tokens, num_completion_tokens, finish_reasons }) {
+function summary(record) {
+  const { timings, num_prompt_tokens, num_cached_tokens, num_completion_tokens, finish_reasons } = record;
   const parts = [
     `total ${duration(timings.wall_s)}`,
     `${count(num_prompt_tokens)} prompt tokens (${count(num_cached_tokens)} cached)`,
     `${count(num_completion_tokens)} output tokens`,
   ];
+  if (record.num_drafts) parts.push(`${count(record.num_accepted_drafts)} of ${count(record.num_drafts)} drafts accepted`);
   const reasons = finish_reasons.filter(Boolean);
   if (reasons.length) parts.push(`ended by ${[...new Set(reasons)].join(", ")}`);
   if (timings.kv_bytes) {
