@@ -1,10 +1,11 @@
 """`python -m tests.chaos.soak`: mixed load for `SOAK_SECONDS` (600), a random fault each minute, the end quiet.
 
 Two in three requests stream; HTTP and gRPC; shared prefixes; three clients in ten leave at random moments before the
-end of their answers, and fewer than a quarter of all is a failure. At the end: no wrong text, no error outside the
-time in which a router was down, no block held, and processes that need no more descriptors, threads and memory than
-before the first fault. Prints a report, writes `build/soak.json`; with `--keep` also to `tests/chaos/data`, from which
-`docs/robustness.md` is drawn.
+end of their answers, and fewer than a quarter of all is a failure. Beside them `SOAK_FLOODS` (1,000) floods: bursts of
+more requests than the router queues, of which some are refused and the others leave. At the end: no wrong text, no
+error outside the time in which a router was down, no block held, and processes that need no more descriptors, threads
+and memory than before the first fault. Prints a report, writes `build/soak.json`; with `--keep` also to
+`tests/chaos/data`, from which `docs/robustness.md` is drawn.
 """
 
 import argparse
@@ -24,8 +25,9 @@ from typing import Any
 
 import httpx
 
-from common.values.errors import RequestCancelled
+from common.values.errors import Overloaded, RequestCancelled
 from tests.chaos.clients import Clients
+from tests.chaos.floods import Floods
 from tests.chaos.footprint import Footprint, Sampler, growth, mean
 from tests.chaos.kept import keep
 from tests.chaos.ledger import Entry, Outcome, count_outcomes
@@ -39,12 +41,23 @@ OUTPUT = Path("build/soak.json")
 FAULT_EVERY_S = 60.0
 QUIET_SHARE, MAX_QUIET_S = 0.25, 120.0
 LEAVING, FEWEST_LEFT = 0.3, 0.25
+MAX_QUEUED, FLOOD_SIZE = 4, 24
+REFUSALS = (f"{Overloaded.http_status} {Overloaded.error_type}", Overloaded.grpc_code)
 # A pool of a size that fills up early: pages of the KV cache that are touched for the first time are no leak.
-SHAPE = Shape(2, 2, (("prefill_worker", "num_blocks", 1500), ("decode_worker", "num_blocks", 1500)))
+SHAPE = Shape(
+    2,
+    2,
+    (
+        ("prefill_worker", "num_blocks", 1500),
+        ("decode_worker", "num_blocks", 1500),
+        ("router", "max_num_queued", MAX_QUEUED),
+    ),
+)
 # Faults of a router reach its clients; the others must not be noticed.
 FAULTS = (
     *("prefill-killed-computing", "decode-killed-decoding", "decode-frozen", "handoff-deaf", "handoff-reset-kv"),
-    *("handoff-reset-control", "redis-killed", "redis-wiped", "router-killed", "router-link-deaf", "decode-wedged"),
+    *("handoff-reset-control", "redis-killed", "redis-wiped", "redis-read-only", "redis-evicting", "router-killed"),
+    *("router-link-deaf", "decode-wedged"),
 )
 
 
@@ -73,6 +86,7 @@ class Soak:
     after: list[Footprint] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     num_seen_leaving: int = 0  # by the routers
+    floods: Floods | None = None
 
     @property
     def left_share(self) -> float:
@@ -86,6 +100,7 @@ class Soak:
             f"{e.request_id} {e.api} {e.outcome}: {e.detail[:200]}" for e in self.entries if self._is_bad(e)
         ]
         found += growth(mean(self.before), mean(self.after))
+        found += self.floods.problems[:20] if self.floods is not None else []
         if self.left_share < FEWEST_LEFT:
             found.append(f"only {self.left_share:.0%} of the clients left before their answer was complete")
         if not any(entry.outcome is Outcome.RIGHT for entry in self.entries[-50:]):
@@ -93,7 +108,7 @@ class Soak:
         return found
 
     def _is_bad(self, entry: Entry) -> bool:
-        if entry.outcome in (Outcome.RIGHT, Outcome.LEFT):
+        if entry.outcome in (Outcome.RIGHT, Outcome.LEFT) or (self.floods is not None and is_refusal(entry)):
             return False
         return not any(
             str(entry.outcome) in fault.allowed and fault.began_s <= entry.ended_s and entry.started_s <= fault.ended_s
@@ -112,6 +127,7 @@ class Soak:
             "outcomes": dict(count_outcomes(self.entries)),
             "left_share": round(self.left_share, 3),
             "seen_leaving_by_routers": self.num_seen_leaving,
+            **self._floods_as_dict(),
             "left_before_first_token": sum(e.outcome is Outcome.LEFT and not e.tokens for e in self.entries),
             "tokens": sum(len(entry.tokens) for entry in self.entries),
             "first_token_median_s": round(first_tokens[len(first_tokens) // 2], 3) if first_tokens else None,
@@ -125,8 +141,21 @@ class Soak:
             "problems": self.problems(),
         }
 
+    def _floods_as_dict(self) -> dict[str, Any]:
+        floods = self.floods
+        if floods is None:
+            return {}
+        refused = sum(map(is_refusal, self.entries))
+        found = {"floods": floods.num_floods, "refused": floods.num_refused + refused, "left_floods": floods.num_left}
+        return {**found, "departures": floods.num_left + count_outcomes(self.entries)[Outcome.LEFT]}
 
-async def soak(rig: Rig, model: Path, seconds: float, seed: int) -> Soak:
+
+def is_refusal(entry: Entry) -> bool:
+    """Told at once, before any token, that too many wait already: what a flood means to others without a tenant."""
+    return entry.outcome is Outcome.ERROR and not entry.tokens and entry.detail.startswith(REFUSALS)
+
+
+async def soak(rig: Rig, model: Path, seconds: float, seed: int, num_floods: int) -> Soak:
     """Warm-up and first footprint, faults, quiet and second footprint."""
     run, rng = Soak(seed, seconds), random.Random(seed)
     questions = make_questions(model, mixed_cases(48, seed, longest_prompt=500, longest_output=240))
@@ -137,10 +166,13 @@ async def soak(rig: Rig, model: Path, seconds: float, seed: int) -> Soak:
         _counting_departures(run, rig),
     ):
         run.entries = clients.entries
+        run.floods = Floods(rig.cluster.url, random.Random(seed), FLOOD_SIZE)
+        flooding = asyncio.create_task(run.floods.run(num_floods, quiet_from_s))
         clients.start()
         await asyncio.sleep(min(FAULT_EVERY_S, QUIET_SHARE * seconds) / 2)  # caches fill, threads start
         run.before = await Sampler(rig).over(min(FAULT_EVERY_S, QUIET_SHARE * seconds) / 2)
         await _make_faults(run, rig, clients, rng, quiet_from_s)
+        await flooding
         await asyncio.sleep(max(0.0, (end_s - time.monotonic()) / 2))
         run.after = await Sampler(rig).over(max(10.0, end_s - time.monotonic()))
         await clients.stop()
@@ -201,6 +233,7 @@ def report(run: Soak) -> str:
         f"soak of {run.seconds:g} s: {found['num_requests']} requests, {found['outcomes']}, {run.left_share:.0%} left; "
         f"the routers saw {run.num_seen_leaving} leave"
     ]
+    lines += [f"  {found['floods']} floods, {found['refused']} refused; {found['departures']} departures in all"]
     lines += [f"  {fault['at_s']:6.1f} s {fault['name']}: {fault['proof']}" for fault in found["faults"]]
     lines += [f"  void: {text}" for text in run.void]
     lines += [f"  {when}: {found[when]}" for when in ("before", "after")]
@@ -212,12 +245,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", action="store_true", help="keep the result, and draw docs/robustness.md again")
     options = parser.parse_args(arguments)
     seconds = float(os.environ.get("SOAK_SECONDS", "600"))
+    num_floods = int(os.environ.get("SOAK_FLOODS", "1000"))
     seed = int(os.environ.get("SOAK_SEED", str(random.randrange(1 << 16))))
     _say(f"seed {seed}")
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "tiny")
         with running_rig(model, SHAPE) as rig:
-            run = asyncio.run(soak(rig, model, seconds, seed))
+            run = asyncio.run(soak(rig, model, seconds, seed, num_floods))
     OUTPUT.parent.mkdir(exist_ok=True)
     OUTPUT.write_text(json.dumps(run.as_dict(), indent=1) + "\n")
     print(report(run))

@@ -146,6 +146,11 @@ def soak_measured() -> Iterator[str]:
             f"{run['left_before_first_token']} of them before its first token; the routers saw "
             f"{run['seen_leaving_by_routers']} leave."
         )
+    if "floods" in run:
+        yield (
+            f"{run['floods']:,} floods of more requests than the router queues: {run['refused']:,} refused, "
+            f"{run['left_floods']:,} left; {run['departures']:,} departures in all."
+        )
     yield f"Faults: {', '.join(fault['name'] for fault in run['faults'])}."
     yield f"Problems: {'; '.join(run['problems']) or 'none'}."
     yield ""
