@@ -1,7 +1,7 @@
 """Rotary embeddings as config.json states them: one of three places, by the age of the file. Pure.
 
 The rules are those of transformers 5: `rope_scaling` wins over `rope_parameters`; `rope_theta` may stand in either,
-or beside them.
+or beside them; an original length beside them wins.
 """
 
 import math
@@ -24,6 +24,7 @@ from common.checkpoint.spec import CheckpointError
 
 Config = Mapping[str, Any]
 DEFAULT_THETA = 10000.0
+ORIGINAL = "original_max_position_embeddings"
 PHI3_ORIGINAL = 4096
 
 
@@ -35,6 +36,8 @@ def read_rope(config: Config, *, head_dim: int = 0) -> Rope:
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
         raise CheckpointError(f"config.json: rope_parameters={parameters!r} per layer type is not supported")
+    if (beside := config.get(ORIGINAL)) is not None:
+        parameters = {**parameters, ORIGINAL: beside}
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0) and not head_dim:
         raise CheckpointError(f"config.json: partial_rotary_factor={partial!r} is not supported")
@@ -45,10 +48,10 @@ def read_rope(config: Config, *, head_dim: int = 0) -> Rope:
 
 
 def read_phi3_rope(config: Config, *, head_dim: int) -> Rope:
-    """The original length stands beside, and older files call the scaling otherwise."""
+    """The original length stands beside, or is the family's; older files call the scaling otherwise."""
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters = dict(config.get(place) or {})
-    parameters["original_max_position_embeddings"] = config.get("original_max_position_embeddings", PHI3_ORIGINAL)
+    parameters[ORIGINAL] = PHI3_ORIGINAL
     if parameters.get("rope_type", parameters.get("type")) in ("su", "yarn"):
         parameters["rope_type"] = "longrope"
     return read_rope({**config, place: parameters}, head_dim=head_dim)
@@ -119,7 +122,7 @@ READERS: Mapping[str, Callable[[Config, int], RopeScaling]] = {
 
 
 def _original(parameters: Config, max_position: int) -> int:
-    return int(_number(parameters, "original_max_position_embeddings", max_position))
+    return int(_number(parameters, ORIGINAL, max_position))
 
 
 def _stated(fields: Config, name: str) -> float | None:

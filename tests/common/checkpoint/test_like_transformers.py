@@ -40,6 +40,7 @@ def model_path(tmp_path: Path) -> Path:
 
 
 def _rope_of(config: Any) -> tuple[float, dict[str, Any] | None]:
+    config.standardize_rope_params()  # as its model does before it computes
     rope = dict(config.rope_parameters)
     scaling = {name: rope[name] for name in LLAMA3 if name != "rope_type"} if rope["rope_type"] == "llama3" else None
     return rope["rope_theta"], scaling

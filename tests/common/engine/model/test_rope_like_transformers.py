@@ -67,6 +67,17 @@ def test_logits_are_those_of_transformers_however_the_prompt_is_cut(tmp_path: Pa
         torch.testing.assert_close(forward_in_chunks(*load(path), chunks), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["yarn", "longrope", "llama3"])
+def test_an_original_length_beside_the_parameters_wins(tmp_path: Path, kind: str) -> None:
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = (SCALINGS | {"llama3": llama3 | {"original_max_position_embeddings": 64}})[kind]
+    path = write(tmp_path / "m", "rope_scaling", scaling, original_max_position_embeddings=16)
+    expected = transformers_logits(path, [20])
+    torch.testing.assert_close(forward_in_chunks(*load(path), [7, 13]), expected, atol=1e-4, rtol=1e-4)
+    inside = write(tmp_path / "n", "rope_scaling", scaling)
+    assert not torch.allclose(forward_in_chunks(*load(inside), [20]), expected, atol=1e-2)
+
+
 @pytest.mark.parametrize("name", SCALINGS)
 def test_each_scaling_matters(tmp_path: Path, name: str) -> None:
     plain, scaled = (write(tmp_path / n, "rope_scaling", s) for n, s in {"a": {}, "b": SCALINGS[name]}.items())
