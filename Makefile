@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check proto aot bench bench-peers gpu sim explore chaos soak clean install lines docs-check mutation
+.PHONY: demo test check proto aot bench bench-peers gpu sim explore chaos soak suites clean install lines docs-check mutation
 
 install: $(STAMP)
 
@@ -61,6 +61,11 @@ soak: install
 # Small faults of all kinds, SAMPLE (20) per core, planted one at a time; how many the tests see. About an hour.
 mutation: install
 	@$(BIN)/python -m tests.tools.mutation --sample $(or $(SAMPLE),20)
+
+# Other people's test suites against a live server, each in an environment of its own under build/suites; what they say is
+# printed and written to build/suites.json. ONLY=openai,lm_eval,canary,langchain,guidellm takes some of them.
+suites: install
+	@$(BIN)/python -m tests.suites.run --only "$(ONLY)"
 
 # What README and docs tell people to run, run in a fresh clone; LONG=1 takes the commands of many minutes too.
 docs-check: install

@@ -57,6 +57,7 @@ RULES = (
     Rule(r"^(docker|export REGISTRY)\b", How.NOT_RUN, "needs Docker and a registry"),
     Rule(r"^make gpu\b", How.NOT_RUN, "needs a GPU"),
     Rule(r"^make bench-peers\b|--peers\b", How.LONG, "installs other servers"),
+    Rule(r"^make suites\b", How.LONG, "installs other people's suites"),
     Rule(r"^make (test|sim|explore|chaos|soak|bench|aot)\b", How.LONG),
     Rule(r"^python -m tests\.(bench|chaos|simkit)\b", How.LONG),
     Rule(r"^python -m tests\.tools\.robustness_doc --write", How.NOT_RUN, "writes into the checkout"),
