@@ -14,9 +14,8 @@ import torch
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checkpoint.demo_model import fetch_demo_model
-from common.engine.contract.executor import StepFinished
+from common.engine.contract.executor import Runner, StepFinished
 from common.engine.devices.cpu.device import cpu_dtype
-from common.engine.executor.runner import ModelRunner
 from common.engine.kv.block_pool import BlockPool
 from common.engine.scheduling.block_tables import PoolGroup
 from common.values.messages import TokenBatch
@@ -53,7 +52,7 @@ def run() -> list[dict[str, Any]]:
     return rows
 
 
-def _measure(runner: ModelRunner, checkpoint: Checkpoint, kind: str, batch: int) -> list[dict[str, Any]]:
+def _measure(runner: Runner, checkpoint: Checkpoint, kind: str, batch: int) -> list[dict[str, Any]]:
     found: dict[int, list[tuple[float, float]]] = {MAX_DRAFT_TOKENS: [], 0: []}
     for _ in range(NUM_TURNS):
         outputs = []
@@ -68,7 +67,7 @@ def _measure(runner: ModelRunner, checkpoint: Checkpoint, kind: str, batch: int)
     return [_row(name, "tok/s", *speeds), _row(f"{name}, tokens per step", "tokens", *per_step)]
 
 
-def _started(runner: ModelRunner, checkpoint: Checkpoint, kind: str, batch: int, max_draft_tokens: int) -> Bench:
+def _started(runner: Runner, checkpoint: Checkpoint, kind: str, batch: int, max_draft_tokens: int) -> Bench:
     """A core whose sequences have their first tokens."""
     tokenizer, (text, temperature) = checkpoint.tokenizer(), KINDS[kind]
     groups, sizes = [PoolGroup(BlockPool(NUM_BLOCKS, BLOCK_SIZE))], {"max_num_seqs": batch, "max_num_waiting": batch}
@@ -84,7 +83,7 @@ def _started(runner: ModelRunner, checkpoint: Checkpoint, kind: str, batch: int,
     return bench
 
 
-def _run(runner: ModelRunner, bench: Bench) -> tuple[float, float]:
+def _run(runner: Runner, bench: Bench) -> tuple[float, float]:
     """(tokens per second, tokens per step) to the end."""
     before, num_steps = _num_tokens(bench), 0
     started_s = time.process_time()
@@ -95,7 +94,7 @@ def _run(runner: ModelRunner, bench: Bench) -> tuple[float, float]:
     return num_tokens / (time.process_time() - started_s), num_tokens / num_steps
 
 
-def _step(runner: ModelRunner, bench: Bench) -> None:
+def _step(runner: Runner, bench: Bench) -> None:
     """Without the checks of `Bench.handle`."""
     plan, bench.plan = bench.plan, None
     assert plan is not None
