@@ -23,7 +23,7 @@ class CoreBench:
         self.core = core
         self.now_s = 100.0
         self.pool = core.blocks.groups[0].pool
-        self.runner = FakeRunner(self.pool.block_size, [group.window for group in core.blocks.groups])
+        self.runner = self._new_runner()
         self.plan: StepPlan | None = None
         self.effects: list[Any] = []
         self.sent: list[Any] = []
@@ -53,6 +53,9 @@ class CoreBench:
     def counts(self) -> tuple[int, int]:
         stats = self.core.blocks.stats()
         return stats.used, stats.held
+
+    def _new_runner(self) -> FakeRunner:
+        return FakeRunner(self.pool.block_size, [group.window for group in self.core.blocks.groups])
 
     def _take_plan(self, seconds: float) -> StepPlan:
         """The running step, which ends now."""

@@ -1,9 +1,6 @@
-"""A model with sliding and global layers, scheduled and computed: tokens are those of transformers, memory is flat.
+"""A model with sliding and global layers, scheduled and computed: tokens are those of transformers, memory is flat."""
 
-The decode core plans, the real runner computes. Before each step all blocks that nobody refers to are filled with NaN,
-so that nothing behind a window, and nothing not yet written, can be read unnoticed.
-"""
-
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.contract.executor import StepFinished
-from common.engine.kv.block_pool import BlockPool
-from common.engine.loading import LoadedModel, load_model
-from common.engine.scheduling.block_tables import PoolGroup
-from common.values.config import ModelConfig, WorkerConfig
-from common.values.request import SamplingParams, Work
-from tests.decode_worker.harness import Bench, job
+from tests.common.engine.served import Served
 from tests.interpreter import import_triton_interpreted
 from tests.tiny_model import GEMMA3_FIELDS, TinyModel, write_tiny_model
 
@@ -27,127 +18,141 @@ import_triton_interpreted()
 
 BLOCK_SIZE, WINDOW = 4, GEMMA3_FIELDS["sliding_window"]
 MODEL = TinyModel(architecture="gemma3", num_layers=4)
+PLAIN = TinyModel(num_layers=4)
+# By family: the model, what its config.json has besides, and the layers that have a window.
+FAMILIES: dict[str, tuple[TinyModel, dict[str, Any], tuple[int, ...]]] = {
+    "gemma3": (MODEL, {}, (0, 1, 3)),
+    "mistral": (
+        PLAIN,
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": WINDOW},
+        (0, 1, 2, 3),
+    ),
+    "qwen2": (
+        replace(PLAIN, architecture="qwen2"),
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+        (1, 2, 3),
+    ),
+    "qwen3": (
+        replace(PLAIN, architecture="qwen3"),
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+        (1, 3),
+    ),
+}
 PROMPTS = ([5, 77, 130, 9], list(range(10, 47)), [41] * 16, list(range(100, 123)))
 NUM_TOKENS = 64
-# Blocks of a window and of the chunk that is computed, as either may begin within one, and of the last window.
-FLAT = 2 * (-(-WINDOW // BLOCK_SIZE) + 1) + 1
+# The window that moves with what is computed and the last one, as either may begin within a block; a block of a chunk.
+LAST_WINDOWS = 2 * (-(-WINDOW // BLOCK_SIZE) + 1)
+FLAT = LAST_WINDOWS + 1
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", MODEL)
+def path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, changes, _ = FAMILIES[family]
+    path = write_tiny_model(tmp_path_factory.mktemp(family), model)
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[list[int]]:
-    return continuations(path, PROMPTS)
+    found = continuations(path, PROMPTS)
+    assert all(len(set(tokens)) > NUM_TOKENS // 4 for tokens in found), "a dull model proves little"
+    return found
 
 
-def continuations(path: Path, prompts: Sequence[list[int]]) -> list[list[int]]:
+def continuations(path: Path, prompts: Sequence[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
     """What transformers goes on with, greedily; each step is computed from the whole sequence."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    return [_continued(model, prompt) for prompt in prompts]
+    return [_continued(model, prompt, num_tokens) for prompt in prompts]
 
 
 @torch.inference_mode()
-def _continued(model: Any, prompt: list[int]) -> list[int]:
+def _continued(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     token_ids = list(prompt)
-    for _ in range(NUM_TOKENS):
+    for _ in range(num_tokens):
         token_ids.append(int(model(torch.tensor([token_ids]), use_cache=False).logits[0, -1].argmax()))
     return token_ids[len(prompt) :]
 
 
-class Served(Bench):
-    """A decode worker's core before the real runner."""
-
-    def __init__(
-        self, path: Path, attention: str = "cpu", budget: int = 512, num_windowed: int = 0, **fields: Any
-    ) -> None:
-        """`num_windowed`: blocks of the windowed group, where not all that the cache has."""
-        options = {"dtype": "float32", "attention": attention, "block_size": BLOCK_SIZE, "num_threads": 1}
-        config = WorkerConfig(
-            role="decode",
-            worker_id="d",
-            model=ModelConfig(path=str(path)),
-            max_num_batched_tokens=budget,
-            **(options | {"num_blocks": 200} | fields),
-        )
-        self.loaded: LoadedModel = load_model(config)
-        cache = self.loaded.cache
-        groups = [
-            PoolGroup(BlockPool(num_windowed if group.window and num_windowed else count, BLOCK_SIZE), group.window)
-            for count, group in zip(cache.num_blocks, cache.spec.groups, strict=True)
-        ]
-        super().__init__(groups=groups, budget=budget, block_size=BLOCK_SIZE)
-        self.most_windowed = 0
-
-    def step(self, seconds: float = 0.01) -> list[Any]:
-        plan = self._take_plan(seconds)
-        for group, planes in zip(self.core.blocks.groups, self.loaded.cache.planes, strict=True):
-            pool = group.pool
-            unused = [b for b in range(pool.num_blocks) if b in pool._free]
-            for plane in planes:
-                plane[:, unused] = torch.nan
-        windowed = self.core.blocks.groups[1].pool.stats()
-        self.most_windowed = max(self.most_windowed, windowed.used)
-        return self.handle(StepFinished(replace(self.loaded.runner.run(plan), duration_s=seconds)))
-
-    def ask(self, name: str, prompt: list[int], max_tokens: int = NUM_TOKENS) -> Work:
-        params = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0)
-        work = job(name, tuple(prompt), sampling=params)
-        self.reserve(work, local=1 << 20)
-        return work
+def serve(path: Path, **fields: Any) -> Served:
+    options = {"dtype": "float32", "attention": "cpu", "block_size": BLOCK_SIZE, "num_threads": 1, "num_blocks": 200}
+    return Served(path, fills_unused=True, **(options | fields))
 
 
-@pytest.mark.parametrize(("attention", "budget", "num_tokens"), [("cpu", 512, 64), ("cpu", 7, 64), ("triton", 7, 6)])
+@pytest.mark.parametrize("chunk", [512, 7])
 def test_whole_prompts_and_chunks_of_seven_give_the_tokens_of_transformers(
-    path: Path, expected: list[list[int]], attention: str, budget: int, num_tokens: int
+    family: str, path: Path, expected: list[list[int]], chunk: int
 ) -> None:
-    """Fewer of them under Triton's interpreter, which is slow."""
-    served = Served(path, attention, budget)
-    groups = served.loaded.cache.spec.groups
-    assert [(group.layers, group.window) for group in groups] == [((2,), 0), ((0, 1, 3), WINDOW)]
+    served = serve(path, max_num_batched_tokens=chunk)
+    windowed = FAMILIES[family][2]
+    groups = [(group.layers, group.window) for group in served.loaded.cache.spec.groups]
+    others = tuple(layer for layer in range(4) if layer not in windowed)
+    assert groups == ([(others, 0)] if others else []) + [(windowed, WINDOW)]
     for idx, prompt in enumerate(PROMPTS):
-        served.ask(str(idx), prompt, num_tokens)
+        served.ask(str(idx), prompt, NUM_TOKENS)
     served.run_all()
-    assert [served.output(str(idx)) for idx in range(len(PROMPTS))] == [tokens[:num_tokens] for tokens in expected]
+    assert [served.output(str(idx)) for idx in range(len(PROMPTS))] == expected
+
+
+def test_triton_kernels_give_the_same_tokens(tmp_path: Path) -> None:
+    """Six of them: the interpreter is slow."""
+    path = write_tiny_model(tmp_path, MODEL)
+    expected = continuations(path, PROMPTS[1:3], 6)
+    served = serve(path, attention="triton", max_num_batched_tokens=20)
+    for idx, prompt in enumerate(PROMPTS[1:3]):
+        served.ask(str(idx), prompt, 6)
+    served.run_all()
+    assert [served.output(str(idx)) for idx in range(2)] == expected
 
 
 def test_a_prefix_hit_gives_the_tokens_of_transformers(path: Path, expected: list[list[int]]) -> None:
-    served = Served(path)
+    served = serve(path)
     for idx, prompt in enumerate(PROMPTS):
         for name in (f"cold {idx}", f"warm {idx}"):
-            served.ask(name, prompt)
+            served.ask(name, prompt, NUM_TOKENS)
             served.run_all()
             assert served.output(name) == expected[idx]
         report = served.messages(f"warm {idx}")[-1]
         assert report.num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_preempted_sequences_give_the_tokens_of_transformers(path: Path, expected: list[list[int]]) -> None:
-    served = Served(path, num_blocks=32)
+def test_preempted_sequences_give_the_tokens_of_transformers(
+    family: str, path: Path, expected: list[list[int]]
+) -> None:
+    served = serve(path, num_blocks=32)  # of Mistral's windows there are enough for all, at any length
     for idx, prompt in enumerate(PROMPTS):
-        served.ask(str(idx), prompt)
+        served.ask(str(idx), prompt, NUM_TOKENS)
     served.run_all()
-    assert served.core.role.state.scheduler.num_preemptions > 0
+    assert (served.core.role.state.scheduler.num_preemptions > 0) == (family != "mistral")
     assert [served.output(str(idx)) for idx in range(len(PROMPTS))] == expected
 
 
-@pytest.mark.parametrize("num_prompt_tokens", [10, 400])
-def test_blocks_of_a_windowed_group_are_bounded_while_a_sequence_grows_to_many_windows(
-    path: Path, num_prompt_tokens: int
-) -> None:
-    served = Served(path, budget=BLOCK_SIZE, num_blocks=200)
-    served.ask("a", [idx * 7 % 250 + 3 for idx in range(num_prompt_tokens)], max_tokens=300)
+def test_blocks_of_a_windowed_group_are_bounded_while_a_sequence_grows_to_many_windows(path: Path) -> None:
+    num_prompt_tokens, num_output_tokens = 200, 150
+    served = serve(path, max_num_batched_tokens=BLOCK_SIZE)
+    served.ask("a", [idx * 7 % 250 + 3 for idx in range(num_prompt_tokens)], num_output_tokens)
     served.run_all()
-    assert len(served.output("a")) == 300
-    assert served.most_windowed <= FLAT
-    assert (300 + num_prompt_tokens) / 8 > FLAT * BLOCK_SIZE
+    assert len(served.output("a")) == num_output_tokens
+    *full, windowed = served.most_used
+    num_computed = num_prompt_tokens + num_output_tokens - 1
+    assert full in ([], [-(-num_computed // BLOCK_SIZE)])
+    assert windowed <= FLAT
+    assert num_computed > 8 * FLAT * BLOCK_SIZE
 
 
 def test_two_windows_and_two_blocks_are_enough_for_a_sequence(path: Path, expected: list[list[int]]) -> None:
-    served = Served(path, num_windowed=2 * (-(-WINDOW // BLOCK_SIZE) + 1))
+    served = serve(path, num_windowed=LAST_WINDOWS)
     for idx, prompt in enumerate(PROMPTS):
-        served.ask(str(idx), prompt)
+        served.ask(str(idx), prompt, NUM_TOKENS)
         served.run_all()
         assert served.output(str(idx)) == expected[idx]

@@ -1,0 +1,41 @@
+"""A model with sliding and global layers, in a cluster that ships its KV: the tokens of transformers."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.cluster.cluster import running_cluster
+from tests.common.engine.test_windows import MODEL, NUM_TOKENS, continuations
+from tests.tiny_model import write_tiny_model
+
+PROMPTS = tuple([(seed + 7 * idx) % 250 + 3 for idx in range(length)] for seed, length in enumerate((4, 37, 90, 150)))
+
+
+async def test_a_disaggregated_model_with_windows_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    """1. Chunks of 7, blocks of 16 and 8: each prompt alone, then again.  2. All at once on a decode worker that has
+    too few blocks for them.
+    """
+    path = write_tiny_model(tmp_path / "tiny", MODEL)
+    expected = continuations(path, PROMPTS)
+    config = {
+        "prefill_worker": {"block_size": 16, "max_num_batched_tokens": 7},
+        "decode_worker": {"block_size": 8, "num_blocks": 48},
+    }
+    options = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
+    with running_cluster(path, *options, config=config) as cluster:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=280) as client:
+            cold = [await _complete(client, prompt) for prompt in PROMPTS]
+            warm = [await _complete(client, prompt) for prompt in PROMPTS]
+            together = await asyncio.gather(*(_complete(client, prompt) for prompt in PROMPTS))
+        for answers in (cold, warm, together):
+            assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
+        cluster.audit()
+
+
+async def _complete(client: httpx.AsyncClient, prompt: list[int]) -> Any:
+    fields = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    reply = await client.post("/v1/completions", json={"model": "tiny", "prompt": prompt} | fields)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
