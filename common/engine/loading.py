@@ -134,6 +134,7 @@ def _load(
         others.wait_until_loaded()
         shards = _new_shards(config, spec, kv_spec, others)
         cache = shards.caches[0]
+    get_logger().info("layers_prepared", num_layers=spec.num_layers, num_compiled=len(model.compiled_layers))
     max_model_len = _max_model_len(config, spec, cache)
     guided = GuidedRows(partial(_open_masks, checkpoint))
     runner = _new_runner(config, model, cache, device, max_model_len, guided, others)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from common.checkpoint import CheckpointError, open_checkpoint
 from common.engine.devices.cpu.device import CpuDevice, cpu_dtype
@@ -115,6 +116,19 @@ def test_copies_of_a_model_pair_and_every_difference_is_named(tmp_path: Path) ->
     names = [mismatch.split(":")[0] for mismatch in base.mismatches(fingerprint("d", TinyModel(num_kv_heads=4)))]
     assert names == ["kv_cache", "model"]
     assert base.mismatches(fingerprint("e", TinyModel(seed=1))) != []
+
+
+def test_the_log_says_how_many_layers_are_computed_in_compiled_calls_and_what_was_dequantized(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m", TinyModel(architecture="olmo2"))  # never compiled: it has no pre-norms
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (path / "config.json").write_text(json.dumps(config))
+    with capture_logs() as logs:
+        load(path, num_blocks=2, dtype="float32")
+    said = {entry["event"]: entry for entry in logs}
+    assert (said["layers_prepared"]["num_layers"], said["layers_prepared"]["num_compiled"]) == (2, 0)
+    assert said["weights_are_dequantized"]["stored_as"] == "fp8, 8 bits"
+    assert said["weights_are_dequantized"]["dtype"] == "float32"
 
 
 def test_workers_that_took_different_factors_of_longrope_do_not_pair(tmp_path: Path) -> None:
