@@ -122,7 +122,7 @@ METRICS: tuple[Spec, ...] = (
     ),
     Spec("pdserve_draft_tokens_wasted", "counter", "Guessed tokens that were computed in vain"),
     Spec(
-        "pdserve_step_tokens_per_sequence",
+        "pdserve_sequence_step_tokens",
         "histogram",
         "Tokens that a sequence got of a step with guesses",
         buckets=tuple(map(float, range(1, 18))),

@@ -69,7 +69,7 @@ def record_drafts(metrics: Metrics, plan: StepPlan, result: StepResult) -> None:
     metrics.inc("pdserve_draft_tokens_accepted", num_accepted)
     metrics.inc("pdserve_draft_tokens_wasted", sum(num_drafts.values()) - num_accepted)
     for size in sizes:
-        metrics.observe("pdserve_step_tokens_per_sequence", size)
+        metrics.observe("pdserve_sequence_step_tokens", size)
 
 
 def with_health(stats: WorkerStats, step_age_s: float, config: WorkerConfig) -> WorkerStats:

@@ -65,5 +65,5 @@ def test_drafts_are_counted_with_what_came_of_them() -> None:
     names = ("draft_tokens", "draft_tokens_accepted", "draft_tokens_wasted")
     counts = [lines_of(metrics, f"pdserve_{name}_total")[0].rpartition(" ")[2] for name in names]
     assert counts == ["6.0", "2.0", "4.0"]
-    (total,), (num,) = (lines_of(metrics, f"pdserve_step_tokens_per_sequence_{part}") for part in ("sum", "count"))
+    (total,), (num,) = (lines_of(metrics, f"pdserve_sequence_step_tokens_{part}") for part in ("sum", "count"))
     assert (total.rpartition(" ")[2], num.rpartition(" ")[2]) == ("3.0", "1.0")
