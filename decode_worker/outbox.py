@@ -32,6 +32,8 @@ class Outbox:
             is_local=request.is_local,
             local_prefill_s=local_prefill_s,
             chunks=transfer.chunks if transfer else (),
+            transport=transfer.transport if transfer else "",
+            link_bytes_per_s=transfer.link_bytes_per_s if transfer else 0.0,
         )
         self._reports[request.attempt_id] = (request.router_id, report)
 

@@ -285,6 +285,8 @@ class FinishAnnounced:
     transfer_id: TransferId
     num_chunks: int
     tokens: tuple[FirstToken, ...]
+    transport: str = ""
+    link_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +367,8 @@ class TransferReceived:
     transfer_s: float
     exposed_s: float
     chunks: tuple[KvChunkTiming, ...] = ()  # the last ones, in order of arrival
+    transport: str = ""
+    link_bytes_per_s: float = 0.0  # as the sender measured it lately; 0: not yet
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from kvtransfer.events import (
     SendFinished,
 )
 
+_TRANSPORTS = frozenset({"gloo", "shm", "nccl"})
 Announcement = ChunkAnnounced | FinishAnnounced | CancelAnnounced
 Answer = AcknowledgedByPeer | CancelledByPeer
 
@@ -47,7 +48,9 @@ def event_of_request(peer: WorkerRef, request: pb.ConnectRequest) -> Announcemen
         case "finished":
             finished = request.finished
             tokens = tuple(_first_token(token) for token in finished.first_tokens)
-            return FinishAnnounced(peer, _transfer_id(finished.transfer_id), finished.num_chunks, tokens)
+            transport = finished.transport if finished.transport in _TRANSPORTS else ""
+            transfer_id, rate = _transfer_id(finished.transfer_id), max(0.0, finished.link_bytes_per_s)
+            return FinishAnnounced(peer, transfer_id, finished.num_chunks, tokens, transport, rate)
         case "cancel":
             return CancelAnnounced(peer, _transfer_id(request.cancel.transfer_id), request.cancel.reason)
         case other:

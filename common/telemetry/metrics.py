@@ -93,6 +93,8 @@ METRICS: tuple[Spec, ...] = (
     Spec("pdserve_kv_transfer_exposed_seconds", "histogram", "Part of a transfer not hidden behind prefill"),
     Spec("pdserve_kv_handover_seconds", "histogram", "Prompt computed to first decode step, of shipped requests"),
     Spec("pdserve_kv_transfer_bytes", "histogram", "KV bytes of one request", buckets=_BYTES),
+    Spec("pdserve_link_bytes_per_second", "gauge", "Speed of the link of the last transfer", ("transport",)),
+    Spec("pdserve_kv_slow_transfers", "counter", "Transfers over a link below its floor", ("transport",)),
     Spec("pdserve_kv_transfer_failures", "counter", "Transfers that ended early", ("reason",)),
     Spec("pdserve_request_retries", "counter", "Replacements of a worker within a request", ("reason",)),
     Spec("pdserve_admission_rejections", "counter", "Requests refused at the door", ("reason",)),

@@ -97,6 +97,9 @@ class WorkerSettings(BaseModel):
     digest: bool = Field(True, description="encrypt every KV chunk with AES-GCM; none with nccl and shm")
     min_chunk_bytes: int = Field(1 << 20, ge=1, description="layers are sent together until a chunk is this large")
     max_inflight_bytes: int = Field(32 << 20, ge=1, description="announced and not yet received, per pair")
+    min_link_bytes_per_s: float = Field(
+        50e6, ge=0, description="transfers over a slower link are counted as slow, and doctor warns of one"
+    )
     link_timeout_s: float = Field(30.0, gt=0, description="a pair without progress for this long is rebuilt")
     max_step_s: float = Field(60.0, gt=0, description="a step that runs longer makes the worker unhealthy")
     lease_s: float = Field(3.0, gt=0, description="registration in Redis; renewed every third of it")

@@ -170,6 +170,8 @@ class HandoffReport:
     is_local: bool
     local_prefill_s: float = 0.0
     chunks: tuple[KvChunkTiming, ...] = ()  # in order of arrival; of very many only the last
+    transport: str = ""
+    link_bytes_per_s: float = 0.0  # of its sends, lately; 0: none has ended yet
 
 
 @dataclass(frozen=True, slots=True)

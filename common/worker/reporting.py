@@ -47,13 +47,17 @@ def record_stats(metrics: Metrics, stats: WorkerStats) -> None:
     metrics.set("pdserve_waiting_uncached_tokens", stats.num_waiting_uncached_tokens)
 
 
-def record_message(metrics: Metrics, message: object) -> None:
-    """What a message to a router says of handoffs."""
+def record_message(metrics: Metrics, message: object, min_link_bytes_per_s: float = 0.0) -> None:
+    """What a message to a router says of handoffs, and whether their link is slower than it should be."""
     match message:
         case HandoffReport(is_local=False):
             metrics.observe("pdserve_kv_transfer_seconds", message.transfer_s)
             metrics.observe("pdserve_kv_transfer_exposed_seconds", message.exposed_s)
             metrics.observe("pdserve_kv_transfer_bytes", message.num_bytes)
+            if message.link_bytes_per_s:
+                metrics.set("pdserve_link_bytes_per_second", message.link_bytes_per_s, transport=message.transport)
+                if message.link_bytes_per_s < min_link_bytes_per_s:
+                    metrics.inc("pdserve_kv_slow_transfers", transport=message.transport)
         case TransferFailed(reason=reason):
             metrics.inc("pdserve_kv_transfer_failures", reason=reason.partition(" ")[0])  # its outcome
 

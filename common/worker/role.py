@@ -103,7 +103,7 @@ class RoleShell:
             case RunStep():
                 self._run_step(effect)
             case SendToRouter(router_id, message):
-                record_message(self._context.metrics, message)
+                record_message(self._context.metrics, message, self._context.config.min_link_bytes_per_s)
                 self._context.streams.send(router_id, message)
             case PublishBlocks(stored, evicted):
                 self._context.index.publish(stored, evicted)

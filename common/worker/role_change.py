@@ -17,7 +17,7 @@ MAY_DIFFER = frozenset(
         *("block_size", "num_blocks", "kv_cache_bytes"),
         *("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "gap_budget_s", "max_step_s", "lease_s"),
         *("speculation", "max_draft_tokens"),
-        *("transport", "digest", "min_chunk_bytes", "max_inflight_bytes", "link_timeout_s"),
+        *("transport", "digest", "min_chunk_bytes", "max_inflight_bytes", "min_link_bytes_per_s", "link_timeout_s"),
     }
 )
 # May hold a password: a refusal is logged and shown.

@@ -60,7 +60,7 @@ def checks_for(purpose: str) -> list[Callable[[ClusterConfig], Finding]]:
     """Which checks matter to a router, a worker, or a whole cluster on this machine (`up`)."""
     anywhere: list[Callable[[ClusterConfig], Finding]] = [python, files, processes, disk, cache, model, redis]
     router = [router_certificates, http_port, grpc_port]
-    worker = [worker_certificates, torch, operators, gpu, nccl, gloo]
+    worker = [worker_certificates, torch, operators, gpu, nccl, gloo, link]
     chosen = {"router": router, "worker": worker, "up": [*router, *worker, shared_memory, ray]}
     return [*anywhere, *chosen[purpose]]
 
@@ -286,6 +286,32 @@ def gloo(config: ClusterConfig) -> Finding:
     is_there = torch.distributed.is_available() and torch.distributed.is_gloo_available()
     found = "available" if is_there else "this torch has none"
     return Finding("gloo", "ok" if is_there else "failed", found, "install a torch with distributed support")
+
+
+def link(config: ClusterConfig) -> Finding:
+    """The link that two workers of this machine would take, and how fast it is now, without encryption."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("link", "warning", "not looked at without torch", "install torch first")
+    from common.values.errors import PeerError
+    from deploy.cli.link_speed import measure
+    from kvtransfer.links.build import common_kinds
+    from kvtransfer.links.meeting import has_shared_memory
+
+    here, there = config.prefill_worker.transport, config.decode_worker.transport
+    kinds = [kind for kind in common_kinds(here, there) if kind != "shm" or has_shared_memory()]
+    if not kinds:
+        fix = "give prefill_worker and decode_worker transports that go together; shm needs Linux"
+        return Finding("link", "failed", f"transport {here} on one side, {there} on the other", fix)
+    if kinds[0] == "nccl":
+        return Finding("link", "ok", "nccl: not measured here")
+    try:
+        rate = measure(kinds[0])
+    except (PeerError, OSError, RuntimeError) as error:
+        return Finding("link", "failed", f"no {kinds[0]} link can be made: {error}", "set transport: gloo")
+    floor = config.prefill_worker.min_link_bytes_per_s
+    found = f"{kinds[0]}, {rate / 1e9:.2f} GB/s between two workers of this machine"
+    fix = f"below min_link_bytes_per_s ({floor / 1e9:g} GB/s): see what else runs here"
+    return Finding("link", "warning" if rate < floor else "ok", found, fix)
 
 
 # ---- a whole cluster --------------------------------------------------------------------------------

@@ -82,8 +82,16 @@ def _steps(timings: Mapping[str, Any]) -> Iterator[str]:
     ticks = timings.get("kv_ticks", ())
     if ticks:
         yield f"  KV of {len(ticks)} chunks in place from {_ms(ticks[0][0])} to {_ms(ticks[-1][0])}"
+        yield from _link(timings)
         handover_s = timings["kv_exposed_s"] + timings["decode_queue_s"]
         yield f"  prompt computed to first decode step: {_ms(handover_s)}"
+
+
+def _link(timings: Mapping[str, Any]) -> Iterator[str]:
+    """What the KV came over, and how fast that was lately."""
+    if transport := timings.get("kv_transport", ""):
+        rate = timings["kv_link_bytes_per_s"]
+        yield f"  link {transport}, " + (f"{rate / 1e9:.2f} GB/s" if rate else "not measured yet")
 
 
 def _decisions(decisions: list[Mapping[str, Any]]) -> list[str]:

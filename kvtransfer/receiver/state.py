@@ -94,6 +94,8 @@ class ReceiverTransfer:
             transfer_s,
             min(transfer_s, now_s - self.finished_s),
             self.chunk_timings(now_s),
+            self.finish.transport,
+            self.finish.link_bytes_per_s,
         )
 
 

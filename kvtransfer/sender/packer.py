@@ -9,6 +9,7 @@ import torch
 from kvtransfer.chunk.codec import ChunkCodec
 from kvtransfer.chunk.staging import StagingPool
 from kvtransfer.events import ChunkPacked, ChunkSent, SendChunk
+from kvtransfer.links.meter import LinkMeter
 from kvtransfer.links.protocol import Link
 
 
@@ -32,6 +33,7 @@ class Packer:
         self._link = link
         self._post = post
         self._on_failure = on_failure
+        self.meter = LinkMeter()  # of the link
         self._queue: SimpleQueue[SendChunk | None] = SimpleQueue()
         self._is_closed = False
         self._on_stopped: Callable[[], object] = lambda: None
@@ -69,9 +71,11 @@ class Packer:
             self._pool.release(buffer)
             raise
         self._post(ChunkPacked(effect.transfer_id, chunk.seq))
+        self.meter.started()
         self._link.send(buffer[: chunk.num_bytes], lambda error: self._on_sent(effect, buffer, error))
 
     def _on_sent(self, effect: SendChunk, buffer: torch.Tensor, error: Exception | None) -> None:
+        self.meter.ended(effect.chunk.num_bytes if error is None else 0)
         if error is not None:
             self._pool.forget()
             self._on_failure(str(error))

@@ -77,13 +77,20 @@ class SenderSession:
         if self._outcome.done():
             return
         try:
-            self._outbox.put_nowait(wire.request_of(effect))
+            self._outbox.put_nowait(self._request_of(effect))
         except asyncio.QueueFull:
             self.end("the peer does not read its control stream")
             return
         if isinstance(effect, SendChunk):
             assert self._packer is not None, "SendChunk before PeerReady"
             self._packer.submit(effect)
+
+    def _request_of(self, effect: SendChunk | SendFinished | SendCancel) -> pb.ConnectRequest:
+        request = wire.request_of(effect)
+        if isinstance(effect, SendFinished) and self._packer is not None:
+            request.finished.transport = self._transport
+            request.finished.link_bytes_per_s = self._packer.meter.bytes_per_s
+        return request
 
     def end(self, reason: str) -> None:
         if not self._outcome.done():

@@ -54,6 +54,8 @@ class RequestTimings:
     prefill_chunks: tuple[tuple[float, float, int], ...] = ()
     # (time, first layer, layer after the last, tokens) of KV chunks that were in place, the last ones of very many.
     kv_ticks: tuple[tuple[float, int, int, int], ...] = ()
+    kv_transport: str = ""  # what the KV came over
+    kv_link_bytes_per_s: float = 0.0  # as its sender measured that link lately; 0: not yet
 
 
 @dataclass(frozen=True, slots=True)

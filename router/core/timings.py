@@ -41,6 +41,8 @@ def request_timings(request: Request, now_s: float) -> RequestTimings:
         num_retries=request.num_retries,
         prefill_chunks=_prefill_chunks(request, dispatched_s - request.arrived_s),
         kv_ticks=_kv_ticks(request, sum(phases[:4])),
+        kv_transport=report.transport if report else "",
+        kv_link_bytes_per_s=_duration(report.link_bytes_per_s) if report else 0.0,
     )
 
 
@@ -80,5 +82,5 @@ class _Rest:
 
 
 def _duration(seconds: float) -> float:
-    """What a peer says is a duration: finite and not negative, or nothing."""
+    """What a peer says is a duration, or a rate: finite and not negative, or nothing."""
     return seconds if math.isfinite(seconds) and seconds > 0.0 else 0.0

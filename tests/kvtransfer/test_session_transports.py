@@ -19,6 +19,10 @@ async def test_two_workers_of_one_host_take_the_best_link_that_both_allow(
     with capture_logs() as logs:
         async with pair(transports=transports) as cluster:
             await check_works(cluster)
+            await check_works(cluster, "another")
+            first, second = cluster.decode.received.values()
+            assert (first.transport, second.transport) == (wanted, wanted)
+            assert second.link_bytes_per_s > 0.0  # measured with the first
     ready = [log for log in logs if log["event"] == "handoff_peer_ready"]
     assert [log["transport"] for log in ready] == [wanted, wanted]
 

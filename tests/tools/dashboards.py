@@ -105,6 +105,7 @@ OVERVIEW = (
             (rate("pdserve_request_retries_total", "reason"), "retry: {{reason}}"),
             (rate("pdserve_preemptions_total", "model_name"), "preempted"),
             (rate("pdserve_kv_transfer_failures_total", "reason"), "transfer: {{reason}}"),
+            (rate("pdserve_kv_slow_transfers_total", "transport"), "slow link: {{transport}}"),
         ),
         "Per second.",
     ),
@@ -192,6 +193,17 @@ WORKERS = (
         "In 5 minutes. A frozen worker begins a new life by itself, a wedged one ends and is replaced.",
     ),
     Panel("KV received", "Bps", ((rate("pdserve_kv_transfer_bytes_sum", "worker", _WORKER), "{{worker}}"),)),
+    Panel(
+        "Speed of links",
+        "Bps",
+        (
+            (
+                'min by (worker, transport) (pdserve_link_bytes_per_second{model_name=~"$model", worker=~"$worker"})',
+                "{{worker}}, {{transport}}",
+            ),
+        ),
+        "Of a decode worker's last transfer, while bytes were under way.",
+    ),
 )
 
 

@@ -25,6 +25,8 @@ TIMINGS: dict[str, object] = {
     "prefill_s": 0.300,
     "kv_transfer_s": 0.280,
     "kv_exposed_s": 0.016,
+    "kv_transport": "shm",
+    "kv_link_bytes_per_s": 1.25e9,
     "decode_queue_s": 0.010,
     "decode_s": 0.650,
     "time_to_first_token_s": 0.330,

@@ -988,6 +988,8 @@ class HandoffReport(_message.Message):
     IS_LOCAL_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_S_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    LINK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     num_chunks: _builtins.int
     transfer_s: _builtins.float
@@ -998,6 +1000,9 @@ class HandoffReport(_message.Message):
     num_cached_tokens: _builtins.int
     is_local: _builtins.bool
     local_prefill_s: _builtins.float
+    transport: _builtins.str
+    """What the KV came over, and how fast that link's sends have been lately; 0 = none has ended yet."""
+    link_bytes_per_s: _builtins.float
     @_builtins.property
     def attempt_id(self) -> Global___AttemptId: ...
     @_builtins.property
@@ -1017,10 +1022,12 @@ class HandoffReport(_message.Message):
         is_local: _builtins.bool = ...,
         local_prefill_s: _builtins.float = ...,
         chunks: _abc.Iterable[Global___KvChunkTiming] | None = ...,
+        transport: _builtins.str = ...,
+        link_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "chunks", b"chunks", "decode_queue_s", b"decode_queue_s", "exposed_s", b"exposed_s", "is_local", b"is_local", "local_prefill_s", b"local_prefill_s", "num_bytes", b"num_bytes", "num_cached_tokens", b"num_cached_tokens", "num_chunks", b"num_chunks", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "chunks", b"chunks", "decode_queue_s", b"decode_queue_s", "exposed_s", b"exposed_s", "is_local", b"is_local", "link_bytes_per_s", b"link_bytes_per_s", "local_prefill_s", b"local_prefill_s", "num_bytes", b"num_bytes", "num_cached_tokens", b"num_cached_tokens", "num_chunks", b"num_chunks", "transfer_s", b"transfer_s", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,20 @@ def test_a_shipped_handoff_is_measured_and_a_local_one_is_not() -> None:
     assert count.endswith(" 1.0")
 
 
+def test_the_speed_of_a_link_is_shown_and_one_below_its_floor_is_counted() -> None:
+    metrics = Metrics("tiny", "decode", "decode-0")
+    for rate in (2e9, 1e6, 0.0):  # the last: not measured yet
+        report = HandoffReport(
+            ATTEMPT, 4096, 2, 0.5, 0.1, 0.0, 0, is_local=False, transport="gloo", link_bytes_per_s=rate
+        )
+        record_message(metrics, report, min_link_bytes_per_s=50e6)
+    (slow,) = lines_of(metrics, "pdserve_kv_slow_transfers_total")
+    (speed,) = lines_of(metrics, "pdserve_link_bytes_per_second")
+    assert 'transport="gloo"' in slow
+    assert slow.endswith(" 1.0")
+    assert speed.endswith(" 1e+06")
+
+
 async def test_preemptions_are_counted_by_what_was_added() -> None:
     metrics = Metrics("tiny", "decode", "decode-0")
     counts = iter([0, 2, 2, 5])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import pytest
@@ -167,6 +167,25 @@ def test_nccl_that_is_wanted_and_not_there_fails() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     assert (doctor.nccl(CONFIG).status, doctor.nccl(wanted).status) == ("ok", "failed")
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_the_link_of_two_workers_of_this_machine_is_measured_and_has_a_floor(
+    transport: Literal["auto", "gloo"],
+) -> None:
+    settings = WorkerSettings(transport=transport)
+    config = CONFIG.model_copy(update={"prefill_worker": settings, "decode_worker": settings})
+    finding = doctor.link(config)
+    assert finding.found.startswith("shm, " if transport == "auto" else "gloo, ")
+    assert "GB/s" in finding.found
+    slow = settings.model_copy(update={"min_link_bytes_per_s": 1e15})
+    finding = doctor.link(config.model_copy(update={"prefill_worker": slow}))
+    assert (finding.status, "below min_link_bytes_per_s" in finding.fix) == ("warning", True)
+
+
+def test_transports_that_do_not_go_together_fail_before_a_worker_finds_out() -> None:
+    config = CONFIG.model_copy(update={"decode_worker": WorkerSettings(transport="nccl")})
+    assert doctor.link(config).status == "failed"
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ def test_explain_shows_outcome_time_route_and_attempts(page: Served, capsys: pyt
     assert "speculation: 31 of 40 drafted tokens accepted" in text
     assert "prefill step 2: 512 tokens, 124.0 ms to 224.0 ms" in text
     assert "KV of 12 chunks in place from 60.0 ms" in text
+    assert "link shm, 1.25 GB/s" in text
     assert "prompt computed to first decode step: " in text
     assert "<- chosen: lowest cost" in text
     assert "queue is full" in text
