@@ -20,7 +20,9 @@ def test_every_name_is_ours_and_in_base_units() -> None:
     for spec in METRICS:
         assert re.fullmatch(r"pdserve_[a-z_]+", spec.name), spec.name
         assert not spec.name.endswith(("_ms", "_mb", "_total_total")), spec.name
-        assert spec.kind != "histogram" or spec.name.endswith(("_seconds", "_bytes", "_tokens")), spec.name
+        assert spec.kind != "histogram" or spec.name.endswith(("_seconds", "_bytes", "_tokens", "_per_sequence")), (
+            spec.name
+        )
 
 
 def test_names_and_aliases_are_unique() -> None:
