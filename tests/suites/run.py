@@ -49,10 +49,12 @@ def langchain_rows(url: str, model: str, _: Path) -> Iterator[Row]:
         "-q",
         "-p",
         "no:cacheprovider",
+        "--noconftest",
         "-c",
         os.devnull,
     ]
     command += [
+        "--asyncio-mode=auto",
         "--rootdir",
         str(HOME),
         f"--junitxml={report}",
@@ -60,7 +62,7 @@ def langchain_rows(url: str, model: str, _: Path) -> Iterator[Row]:
     ]
     done = _run(command, SUITE_URL=url, SUITE_MODEL=model)
     if not report.exists():
-        raise RuntimeError(done.stdout[-300:])
+        raise RuntimeError((done.stderr or done.stdout)[-300:])
     for case in ElementTree.parse(report).iter("testcase"):
         problem = next((each for each in case if each.tag in ("failure", "error")), None)
         skipped = next((each for each in case if each.tag == "skipped"), None)

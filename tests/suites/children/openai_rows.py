@@ -131,7 +131,8 @@ def tools_streamed() -> None:
     )
     parts = [part for chunk in stream for choice in chunk.choices for part in choice.delta.tool_calls or []]
     assert parts[0].function.name == "get_weather"
-    json.loads("".join(part.function.arguments or "" for part in parts))
+    for index in {part.index for part in parts}:
+        json.loads("".join(part.function.arguments or "" for part in parts if part.index == index))
 
 
 def tools_auto_and_results() -> None:
