@@ -16,6 +16,7 @@ from common.values.ids import RequestId
 from common.values.request import PromptLogprobs
 from router.core.generation import Accepted
 from router.front.frontend import Frontend
+from router.front.http.frames import PlainFrames, is_plain
 from router.front.http.gate import tenant_of
 from router.front.http.io import REQUEST_ID_HEADER, deadline_of, json_response, read_json, request_id_of
 from router.front.http.stream import DONE, ClientGone, EventStream, sse_frame, until_disconnected
@@ -65,6 +66,7 @@ class _Job:
     accepted: Accepted | None = None  # the first
     num_cached_tokens: int = 0  # of all prompts accepted so far
     num_completion_tokens: int = 0  # that the client was given so far
+    plain_frames: PlainFrames | None = None  # where events tell nothing but text
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -124,6 +126,8 @@ class GenerationEndpoints:
         job = _Job(answer_id, int(time.time()), renderer, body, requests, prompts, tenant)
         request_id = request_id_of(request)
         if body.stream:
+            if not (renderer.tells_tokens or body.continuous_usage):
+                job.plain_frames = PlainFrames(lambda index, delta: self._rendered(job, index, delta))
             return EventStream(
                 self._frames(job), lambda: _headers(job, request_id), request_id, self._settings.keep_alive_s
             )
@@ -209,6 +213,11 @@ class GenerationEndpoints:
     def _chunk(self, job: _Job, first_index: int, delta: ChoiceDelta) -> bytes:
         index = first_index + delta.choice_idx
         job.num_completion_tokens += len(delta.tokens)
+        if job.plain_frames is not None and is_plain(delta):
+            return job.plain_frames.frame(index, delta)
+        return self._rendered(job, index, delta)
+
+    def _rendered(self, job: _Job, index: int, delta: ChoiceDelta) -> bytes:
         return b"".join(self._frame(job, [choice]) for choice in job.renderer.chunks(index, delta, job.prompt(index)))
 
     def _last_frames(self, job: _Job, summaries: Sequence[Summary]) -> bytes:

@@ -58,11 +58,19 @@ def _connection_of(scope: Scope) -> ClientConnection:
 
 def sse_frame(value: object) -> bytes:
     """One server-sent event."""
-    data = _encoder.encode(value)
+    return b"data: %b\n\n" % _on_one_line(_encoder.encode(value))
+
+
+def sse_text(text: str) -> bytes:
+    """A text as it stands in an event, quotes included."""
+    return _on_one_line(_encoder.encode(text))
+
+
+def _on_one_line(data: bytes) -> bytes:
     if not data.isascii():
         for raw, escaped in _LINE_ENDS:
             data = data.replace(raw, escaped)
-    return b"data: %b\n\n" % data
+    return data
 
 
 @asynccontextmanager

@@ -68,12 +68,18 @@ class RenderOptions:
     return_token_ids: bool = False
     has_reasoning: bool = True
 
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether the client hears of single tokens, not of text alone."""
+        return self.has_logprobs or self.return_token_ids
+
 
 class Renderer(Protocol):
     """Of one HTTP request. A choice is either streamed (`opening`, then `chunk`s) or rendered whole."""
 
     whole_object: str
     chunk_object: str
+    tells_tokens: bool
 
     def opening(self, index: int, prompt: ScoredPrompt) -> Iterator[AnyChoice]:
         """What comes before the first output of a streamed choice."""
@@ -91,6 +97,7 @@ class ChatRenderer:
     def __init__(self, options: RenderOptions, token_texts: TokenTexts) -> None:
         self._options = options
         self._token_texts = token_texts
+        self.tells_tokens = options.tells_tokens
 
     def opening(self, index: int, prompt: ScoredPrompt) -> Iterator[AnyChoice]:
         yield ChatChunkChoice(index, ChatDelta(content="", role="assistant"), None, None)
@@ -100,8 +107,7 @@ class ChatRenderer:
 
         None where there is nothing to say: of a marker's tokens, unless the client wants to hear of every token.
         """
-        wants_tokens = self._options.has_logprobs or self._options.return_token_ids
-        if not (wants_tokens or delta.end or delta.text or delta.reasoning or delta.calls):
+        if not (self.tells_tokens or delta.end or delta.text or delta.reasoning or delta.calls):
             return []
         parts = self._parts(delta)
         chunks = [ChatChunkChoice(index, part, None, None) for part in parts]
@@ -164,6 +170,7 @@ class CompletionRenderer:
     def __init__(self, options: RenderOptions, token_texts: TokenTexts) -> None:
         self._options = options
         self._token_texts = token_texts
+        self.tells_tokens = options.tells_tokens
 
     def opening(self, index: int, prompt: ScoredPrompt) -> Iterator[AnyChoice]:
         if prompt.offsets and self._options.has_logprobs:
