@@ -20,7 +20,7 @@ from tests.bench.others import DISTURBED, Others
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: waiting threads must not take the other's core
 
-PARTS = ("engine", "steps", "speculation", "experts", "handoff", "index", "router", "service", "role_change")
+PARTS = ("engine", "steps", "ranks", "speculation", "experts", "handoff", "index", "router", "service", "role_change")
 PEERS = ("hf_peer", "llama_peer", "vllm_peer", "router_peers_bench")
 BUILD = Path("build")
 Rows = list[dict[str, Any]]

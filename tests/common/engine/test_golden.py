@@ -1,6 +1,7 @@
 """The demo model against Hugging Face transformers: 24 prompts, greedy, float32, token for token."""
 
 import json
+from contextlib import closing
 from typing import Any
 
 import jinja2
@@ -67,6 +68,21 @@ def test_all_prompts_at_once_give_the_reference_tokens_and_logprobs(
     for case, done in zip(cases, batch, strict=True):
         assert done.output == case["output_token_ids"], case["id"]
         assert [token.logprob for token in done.tokens] == pytest.approx(case["logprobs"], abs=1e-3), case["id"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_give_the_reference_tokens(checkpoint: Checkpoint, num_ranks: int) -> None:
+    """Nine query and three KV heads: two ranks share them unevenly, three evenly."""
+    cases = SHORT[:3]
+    capacity = [len(case["prompt_token_ids"]) + case["n"] for case in cases]
+    num_blocks = sum(-(-length // BLOCK_SIZE) for length in capacity)
+    tables = blocks_for(capacity, BLOCK_SIZE, num_blocks)
+    batch = [generation(case, table, checkpoint) for case, table in zip(cases, tables, strict=True)]
+    model, sizes = ModelConfig(path=str(checkpoint.path)), {"num_blocks": num_blocks, "num_threads": 1}
+    config = WorkerConfig(role="decode", worker_id="d", model=model, dtype="float32", attention="cpu", **sizes)
+    with closing(load_model(config.model_copy(update={"tensor_parallel_size": num_ranks}))) as loaded:
+        run_all(loaded.runner, batch, 64)
+    assert [done.output for done in batch] == [case["output_token_ids"] for case in cases]
 
 
 def generation(case: dict[str, Any], table: tuple[int, ...], checkpoint: Checkpoint) -> Generation:

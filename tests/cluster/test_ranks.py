@@ -1,0 +1,36 @@
+"""Workers of several ranks in the whole service: any widths on both sides give the tokens of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cluster.cluster import running_cluster
+from tests.cluster.load import random_cases, run_all, wrong
+
+DISAGGREGATED = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
+
+
+def widths(prefill: int, decode: int) -> dict[str, Any]:
+    return {
+        "router": {"pair_grace_s": 300},  # a busy machine takes its time to start three processes
+        "prefill_worker": {"tensor_parallel_size": prefill, "block_size": 8},
+        "decode_worker": {"tensor_parallel_size": decode},
+    }
+
+
+def ranks_of(worker: dict[str, Any]) -> list[psutil.Process]:
+    """The processes of a worker's other ranks."""
+    return [child for child in psutil.Process(worker["pid"]).children() if "rank_process" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(3, 1), (2, 2)], ids=str)
+async def test_output_does_not_depend_on_either_width(tiny_model: Path, prefill: int, decode: int) -> None:
+    with running_cluster(tiny_model, *DISAGGREGATED, config=widths(prefill, decode)) as cluster:
+        found = [len(ranks_of(*cluster.workers(role))) for role in ("prefill", "decode")]
+        assert found == [prefill - 1, decode - 1]
+        cases = random_cases(12, seed=5)
+        assert wrong(tiny_model, cases, await run_all(cluster.url, "tiny", cases)) == []
+        records = cluster.get("/admin/v1/requests?limit=12")["requests"]
+        assert {record["attempts"][-1]["is_local"] for record in records} == {False}
