@@ -11,7 +11,7 @@ _HALF_AFTER_S = 1.0
 class LinkMeter:
     """Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._num_under_way = 0
