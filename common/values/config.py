@@ -82,7 +82,7 @@ class WorkerSettings(BaseModel):
         1, ge=1, le=64, description="processes that a worker splits its model over, on one machine; on CPUs"
     )
     speculation: SpeculationKind = Field(
-        "ngram", description="a decode worker guesses tokens by what stood behind the same words, where that is faster"
+        "off", description="a decode worker guesses tokens by what stood behind the same words, where that is faster"
     )
     max_draft_tokens: int = Field(15, ge=1, le=32, description="guesses per sequence and step")
     num_threads: int = Field(0, ge=0, description="compute threads, of all ranks together; 0 = torch's choice")

@@ -31,7 +31,7 @@ def crowded(tiny_model: Path) -> Iterator[Cluster]:
     config = {
         "router": {"max_num_queued": 16},
         "prefill_worker": {"max_num_waiting": 2},
-        "decode_worker": {"num_blocks": 32, "block_size": 16},
+        "decode_worker": {"num_blocks": 32, "block_size": 16, "speculation": "ngram"},
     }
     options = ("--dtype", "float32", "--local-prefill-max-tokens", "64")
     with running_cluster(tiny_model, *options, config=config) as cluster:
