@@ -143,6 +143,27 @@ WORKERS = (
     Panel("KV blocks in use", "percentunit", ((f"pdserve_kv_cache_usage_ratio{{{_WORKER}}}", "{{worker}}"),)),
     Panel("Preemptions", "ops", ((rate("pdserve_preemptions_total", "worker", _WORKER), "{{worker}}"),)),
     Panel(
+        "Drafts",
+        "ops",
+        (
+            (rate("pdserve_draft_tokens_total", "worker", _WORKER), "{{worker}} verified"),
+            (rate("pdserve_draft_tokens_accepted_total", "worker", _WORKER), "{{worker}} accepted"),
+            (rate("pdserve_draft_tokens_wasted_total", "worker", _WORKER), "{{worker}} wasted"),
+        ),
+        "Tokens per second. Nothing with speculation off.",
+    ),
+    Panel(
+        "Tokens per sequence and step with drafts (mean)",
+        "short",
+        (
+            (
+                f"{rate('pdserve_sequence_step_tokens_sum', 'worker', _WORKER)}"
+                f" / {rate('pdserve_sequence_step_tokens_count', 'worker', _WORKER)}",
+                "{{worker}}",
+            ),
+        ),
+    ),
+    Panel(
         "Step time (mean)",
         "s",
         (
