@@ -85,11 +85,14 @@ from kvtransfer.receiver.window import ReceiveWindow
 
 
 class ReceiverCore:
-    """`handle` and `handle_deadline` are the only mutators. `max_inflight_bytes` is per peer."""
+    """`handle` and `handle_deadline` are the only mutators. `max_inflight_bytes` is per peer, `link_bytes` per link."""
 
-    def __init__(self, planner: ChunkPlanner, max_inflight_bytes: int, link_timeout_s: float) -> None:
+    def __init__(
+        self, planner: ChunkPlanner, max_inflight_bytes: int, link_timeout_s: float, link_bytes: int = 0
+    ) -> None:
         self._planner = planner
         self._max_inflight_bytes = max_inflight_bytes
+        self._link_bytes = link_bytes
         self._link_timeout_s = link_timeout_s
         self._attempts: dict[AttemptId, Expectation] = {}
         self._peers: dict[WorkerRef, ReceiverPeer] = {}
@@ -328,7 +331,8 @@ class ReceiverCore:
         row(self, event)
 
     def _connected(self, event: PeerReady) -> None:
-        self._peers[event.peer] = ReceiverPeer(event.peer, ReceiveWindow(self._max_inflight_bytes), self._now_s)
+        window = ReceiveWindow(self._max_inflight_bytes, self._link_bytes)
+        self._peers[event.peer] = ReceiverPeer(event.peer, window, self._now_s)
 
     def _lost(self, event: PeerLost) -> None:
         del self._peers[event.peer]

@@ -6,7 +6,8 @@ from common.values.ids import TransferId
 from kvtransfer.events import Chunk
 
 # The sender frees its window when it knows that a chunk was taken, we ours when the chunk is written: between the
-# two an honest peer may have up to two windows announced. Twice that is a breach.
+# two an honest peer may have up to two windows announced, and what the link itself holds. Twice the windows is a
+# breach.
 MAX_ANNOUNCED_WINDOWS = 4
 
 
@@ -16,8 +17,10 @@ class ReceiveWindow:
     A chunk that is larger than the whole window goes alone.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, link_bytes: int = 0) -> None:
+        """`link_bytes`: what the link holds of chunks that the sender knows as taken, before they are received."""
         self._max_bytes = max_bytes
+        self._link_bytes = link_bytes
         self._waiting: deque[tuple[TransferId, Chunk]] = deque()
         self._posted: deque[tuple[TransferId, Chunk]] = deque()
         self._waiting_bytes = 0
@@ -45,7 +48,7 @@ class ReceiveWindow:
     def announce(self, transfer_id: TransferId, chunk: Chunk) -> str | None:
         """Queue a chunk; a sentence, and nothing queued, when the peer announced far more than it may."""
         announced_bytes = self._waiting_bytes + self._inflight_bytes
-        if self._waiting and announced_bytes > MAX_ANNOUNCED_WINDOWS * self._max_bytes:
+        if self._waiting and announced_bytes > MAX_ANNOUNCED_WINDOWS * self._max_bytes + self._link_bytes:
             return f"{announced_bytes} bytes announced in a window of {self._max_bytes}"
         self._waiting.append((transfer_id, chunk))
         self._waiting_bytes += chunk.num_bytes
