@@ -54,7 +54,7 @@ def test_two_faults_happen_at_one_instant() -> None:
 
 
 def test_small_pools_preempt() -> None:
-    assert sum(run(make_plan(seed, rate_per_s=0.0)).num_preemptions for seed in range(30)) > 0
+    assert any(run(make_plan(seed, rate_per_s=0.0)).num_preemptions for seed in range(200))
 
 
 def test_a_failing_run_is_shrunk_to_what_it_needs() -> None:

@@ -95,9 +95,9 @@ def test_an_unknown_vocabulary_is_refused_by_name(field: str, value: str) -> Non
         build_tokenizer(metadata | {f"tokenizer.ggml.{field}": value})
 
 
-def test_scaled_rope_is_refused(directory: Path, tmp_path: Path) -> None:
-    path = write_tiny_gguf(directory, tmp_path / "scaled.gguf", llama__rope__scaling__type="yarn")
-    with pytest.raises(CheckpointError, match="RoPE scaling"):
+def test_an_unknown_scaling_of_rope_is_refused(directory: Path, tmp_path: Path) -> None:
+    path = write_tiny_gguf(directory, tmp_path / "scaled.gguf", llama__rope__scaling__type="unheard-of")
+    with pytest.raises(CheckpointError, match="unheard-of"):
         open_checkpoint(path)
 
 

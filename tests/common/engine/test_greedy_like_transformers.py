@@ -42,7 +42,7 @@ def load(path: Path, block_size: int = 8) -> LoadedModel:
 
 def new_generation(loaded: LoadedModel) -> Generation:
     (table,) = blocks_for([len(PROMPT) + PARAMS.max_tokens], loaded.cache.block_size, 64)
-    return Generation(list(PROMPT), PARAMS, table)
+    return Generation(list(PROMPT), PARAMS, table, num_groups=len(loaded.cache.spec.groups))
 
 
 def whole(path: Path) -> list[SampledToken]:
@@ -63,7 +63,8 @@ def after_a_prefix_hit(path: Path) -> list[SampledToken]:
     """Two blocks of the prompt are there, from a sequence that went on otherwise."""
     loaded = load(path)
     generation = new_generation(loaded)
-    other = Generation([*PROMPT[:16], 99], PARAMS, (*generation.block_table[:2], *range(8, 20)))
+    table = (*generation.block_table[:2], *range(8, 20))
+    other = Generation([*PROMPT[:16], 99], PARAMS, table, num_groups=generation.num_groups)
     run_all(loaded.runner, [other], 64)
     generation.num_done = 16
     run_all(loaded.runner, [generation], 64)
