@@ -9,11 +9,15 @@ from common.checkpoint.demo_model import fetch_demo_model
 from tests.cluster.cluster import Cluster
 from tests.tiny_model import write_tiny_model
 
+# The demo model in float32 gives some nine tokens a second on a core without AVX-512.
+LIMIT_S = 1200
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.cluster)
+            item.add_marker(pytest.mark.timeout(LIMIT_S))
 
 
 @pytest.hookimpl(wrapper=True)
