@@ -197,7 +197,8 @@ class GenerationEndpoints:
                         for delta in update.deltas:
                             for frame in self._opening(job, first_index + delta.choice_idx, opened):
                                 yield frame
-                        yield b"".join(self._chunk(job, first_index, delta) for delta in update.deltas)
+                        if frames := b"".join(self._chunk(job, first_index, delta) for delta in update.deltas):
+                            yield frames  # nothing written, nothing that puts off a keep-alive
                         _check_not_aborted(update)
                     case Summary():
                         summaries.append(update)

@@ -107,7 +107,7 @@ class ChatRenderer:
 
         None where there is nothing to say: of a marker's tokens, unless the client wants to hear of every token.
         """
-        if not (self.tells_tokens or delta.end or delta.text or delta.reasoning or delta.calls):
+        if not (self.tells_tokens or delta.end or delta.text or self._shown(delta.reasoning) or delta.calls):
             return []
         parts = self._parts(delta)
         chunks = [ChatChunkChoice(index, part, None, None) for part in parts]
@@ -120,17 +120,20 @@ class ChatRenderer:
 
     def _parts(self, delta: ChoiceDelta) -> list[ChatDelta]:
         calls = [ChatDelta(tool_calls=[_call_delta(part)]) for part in delta.calls]
-        if calls and not (delta.text or delta.reasoning):
+        reasoning = self._shown(delta.reasoning)
+        if calls and not (delta.text or reasoning):
             return calls
-        reasoning = delta.reasoning if delta.reasoning and self._options.has_reasoning else UNSET
-        content = UNSET if delta.reasoning and not delta.text else delta.text
+        content = UNSET if reasoning and not delta.text else delta.text
         return [ChatDelta(content=content, reasoning=reasoning, reasoning_content=reasoning), *calls]
+
+    def _shown(self, reasoning: str) -> str | UnsetType:
+        return reasoning if reasoning and self._options.has_reasoning else UNSET
 
     def _message(self, choice: WholeChoice) -> ChatMessage:
         """Without content when there is something else."""
         text, reasoning = "".join(choice.texts), "".join(choice.reasonings)
         calls = [ToolCall(call.call_id, FunctionCall(call.arguments, call.name)) for call in joined_calls(choice.calls)]
-        shown = reasoning if reasoning and self._options.has_reasoning else UNSET
+        shown = self._shown(reasoning)
         return ChatMessage(
             content=None if not text and (calls or reasoning) else text,
             reasoning=shown,

@@ -10,6 +10,7 @@ import pytest
 
 from common.guided import grammar
 from common.values.request import FinishReason
+from router.front.http import stream
 from router.request.dialect import Dialect
 from router.text.calls.forms import FORMS
 from tests.router.front.http_rig import MODEL, HttpRig, http_rig, ids
@@ -126,6 +127,26 @@ async def test_a_malformed_call_that_is_streamed_loses_no_text_and_is_no_call_to
     content = "".join(choice.delta.content or "" for choice in choices)
     arguments = "".join(call.function.arguments for choice in choices for call in choice.delta.tool_calls or ())
     assert arguments == '{"city": ' and content == "Rome}}</tool_call>"
+
+
+@pytest.mark.parametrize("text", [CALL, "<think>Hm.</think>Yes."])
+async def test_a_token_that_says_nothing_writes_nothing(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Markers, and a thought that is not wanted: no event without a word, and no write that puts off a keep-alive."""
+    written: list[bytes] = []
+    send = stream._send_in_time
+
+    async def seen(scope: Any, send_: Any, message: Any) -> None:
+        if message.get("more_body"):
+            written.append(message["body"])
+        await send(scope, send_, message)
+
+    monkeypatch.setattr(stream, "_send_in_time", seen)
+    async with rig_of(saying(text), reasoning="think") as rig:
+        body = {"messages": USER, "tools": [WEATHER], "stream": True, "include_reasoning": False}
+        reply = await rig.post(CHAT, body)
+    assert b"".join(written) == reply.content and b"" not in written
+    choices = [json.loads(line[6:])["choices"][0] for line in reply.text.split("\n\n")[:-2]]
+    assert all(choice["delta"] for choice in choices)
 
 
 async def test_every_choice_has_calls_of_its_own() -> None:
