@@ -1,4 +1,4 @@
-"""Events of plain text, made from one that was rendered in the ordinary way: nothing but the text differs."""
+"""Events of text alone, made from one that was rendered in the ordinary way: nothing but the text differs."""
 
 import secrets
 from collections.abc import Callable
@@ -6,31 +6,32 @@ from collections.abc import Callable
 from router.front.http.stream import sse_text
 from router.text.choice_text import ChoiceDelta
 
-# No name, id or text of anybody holds it.
+# In no name, id or text.
 _MARK = secrets.token_hex(16)
 _QUOTED_MARK = sse_text(_MARK)
 
 
 def is_plain(delta: ChoiceDelta) -> bool:
-    """Most deltas: text and nothing else."""
-    return bool(delta.text) and delta.end is None and not delta.reasoning and not delta.calls
+    """Most deltas: content alone, or reasoning alone."""
+    return bool(delta.text) != bool(delta.reasoning) and delta.end is None and not delta.calls
 
 
 class PlainFrames:
     """Of one answer whose events tell neither tokens nor counts.
 
-    `render`: the ordinary frame of a choice's delta. It is asked once for each choice; encoding the whole object for
-    every token took most of the time of a streamed token's way out.
+    `render`: the ordinary frame of a choice's delta. It is asked once for each choice and kind of text; encoding the
+    whole object for every token took most of the time of a streamed token's way out.
     """
 
     def __init__(self, render: Callable[[int, ChoiceDelta], bytes]) -> None:
         self._render = render
-        self._sides: dict[int, tuple[bytes, bytes]] = {}
+        self._around: dict[tuple[int, bool], list[bytes]] = {}
 
     def frame(self, index: int, delta: ChoiceDelta) -> bytes:
         """The event of a plain delta of the answer's choice `index`."""
-        sides = self._sides.get(index)
-        if sides is None:
-            head, tail = self._render(index, ChoiceDelta(delta.choice_idx, (), _MARK)).split(_QUOTED_MARK)
-            sides = self._sides[index] = (head, tail)
-        return b"%b%b%b" % (sides[0], sse_text(delta.text), sides[1])
+        key = index, bool(delta.text)
+        around = self._around.get(key)
+        if around is None:
+            marked = ChoiceDelta(delta.choice_idx, (), _MARK if delta.text else "", reasoning=delta.reasoning and _MARK)
+            around = self._around[key] = self._render(index, marked).split(_QUOTED_MARK)
+        return sse_text(delta.text or delta.reasoning).join(around)

@@ -1,16 +1,18 @@
 """The bytes of streamed events: known ones, and that the short way writes what the long way does."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from common.values.request import FinishReason
 from router.front.http import generation
-from router.front.http.frames import PlainFrames
+from router.front.http.frames import PlainFrames, is_plain
 from router.front.http.stream import sse_frame
+from router.request.dialect import Dialect
 from router.text.choice_text import ChoiceDelta
-from tests.router.front.http_rig import http_rig, ids
+from tests.router.front.http_rig import MODEL, http_rig, ids
 from tests.router.front.scripted_service import always
 
 TEXTS = [
@@ -21,6 +23,7 @@ TEXTS = [
     "a\u2028b\u2029c\u0085d",
     "{}[]",
     "\x00\x1f",
+    '<think>"Hm"\u2028</think>Yes.',
 ]
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 COMPLETION = {"prompt": "x"}
@@ -40,7 +43,8 @@ def one_id_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def streamed(text: str, path: str, body: dict[str, Any]) -> bytes:
-    async with http_rig(always(ids(text), FinishReason.LENGTH)) as rig:
+    model = replace(MODEL, dialect=Dialect(reasoning="think"))
+    async with http_rig(always(ids(text), FinishReason.LENGTH), model=model) as rig:
         reply = await rig.client.post(path, json={"model": "tiny", "stream": True, "max_tokens": 64, **body})
         assert reply.status_code == 200, reply.text
         return reply.content
@@ -56,22 +60,29 @@ async def test_plain_events_have_the_bytes_of_ordinary_ones(
     monkeypatch: pytest.MonkeyPatch, text: str, path: str, body: dict[str, Any]
 ) -> None:
     options: list[dict[str, Any]] = [{}, {"stream_options": {"include_usage": True}}, {"n": 2}]
+    if path.endswith("chat/completions"):
+        options.append({"include_reasoning": False})
     short = [await streamed(text, path, body | option) for option in options]
     monkeypatch.setattr(generation, "is_plain", lambda delta: False)
     assert short == [await streamed(text, path, body | option) for option in options]
     assert all(b"data: [DONE]" in each for each in short)
 
 
-def test_each_choice_is_rendered_once_and_any_text_stands_in_it() -> None:
+def test_each_choice_is_rendered_once_for_each_kind_of_text_and_any_text_stands_in_it() -> None:
     asked: list[int] = []
+
+    def frame_of(index: int, delta: ChoiceDelta) -> bytes:
+        return sse_frame({"index": index, "text": delta.text, "thought": [delta.reasoning] * 2})
 
     def render(index: int, delta: ChoiceDelta) -> bytes:
         asked.append(index)
-        return sse_frame({"index": index, "text": delta.text})
+        return frame_of(index, delta)
 
     frames, rng = PlainFrames(render), random.Random(3)
     for number in range(200):
         text = "".join(chr(rng.choice([*range(0xD800), *range(0xE000, 0x11000)])) for _ in range(5))
         index = number % 2
-        assert frames.frame(index, ChoiceDelta(index, (), text)) == sse_frame({"index": index, "text": text})
-    assert asked == [0, 1]
+        for delta in (ChoiceDelta(index, (), text), ChoiceDelta(index, (), "", reasoning=text)):
+            assert is_plain(delta)
+            assert frames.frame(index, delta) == frame_of(index, delta)
+    assert asked == [0, 0, 1, 1]
