@@ -1,5 +1,6 @@
 """Environments of other people's suites: each of its own under build/suites, versions pinned, made once."""
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ COMPAT_CANARY = "compatcanary@0.2.2"
 
 def python_of(name: str) -> Path:
     """The interpreter of an environment, which is made first where it is not there. Raises CalledProcessError."""
-    home, mark = HOME / name, HOME / name / f"installed-{abs(hash_of(PINS[name]))}"
+    home, mark = HOME / name, HOME / name / f"installed-{hash_of(PINS[name])}"
     if not mark.exists():
         shutil.rmtree(home, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
@@ -33,6 +34,6 @@ def python_of(name: str) -> Path:
     return home / "bin" / "python"
 
 
-def hash_of(pins: tuple[str, ...]) -> int:
+def hash_of(pins: tuple[str, ...]) -> str:
     """Equal for equal pins, in every process."""
-    return int.from_bytes(" ".join(pins).encode()) % (1 << 61)
+    return hashlib.sha256(" ".join(pins).encode()).hexdigest()[:16]

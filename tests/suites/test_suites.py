@@ -11,7 +11,7 @@ import pytest
 from tests.router.front.http_rig import http_rig, ids
 from tests.router.front.test_prompt_logprobs import scoring
 from tests.suites import run
-from tests.suites.environments import COMPAT_CANARY, PINS
+from tests.suites.environments import COMPAT_CANARY, PINS, hash_of
 from tests.suites.row import Row, table
 
 
@@ -58,6 +58,13 @@ def test_versions_are_pinned() -> None:
         name, _, version = package.partition("==")
         assert name and version[:1].isdigit(), package
     assert COMPAT_CANARY.partition("@")[2][:1].isdigit()
+
+
+def test_an_environment_is_made_anew_when_any_of_its_pins_changes() -> None:
+    for pins in PINS.values():
+        for idx, pin in enumerate(pins):
+            assert hash_of((*pins[:idx], f"{pin}.1", *pins[idx + 1 :])) != hash_of(pins)
+            assert hash_of((*pins[:idx], f"other{pin}", *pins[idx + 1 :])) != hash_of(pins)
 
 
 def test_a_table_has_a_line_for_each_row_and_counts_them() -> None:
