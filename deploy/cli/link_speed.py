@@ -1,10 +1,12 @@
 """How fast a link is on this machine: both ends in this process, as two workers of one host would have them."""
 
+import queue
 import secrets
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from common.values.errors import PeerError
 
 _NUM_MESSAGES, _MESSAGE_BYTES = 48, 1 << 20
 _TIMEOUT_S = 20.0
@@ -55,18 +57,18 @@ def _pair(transport: str) -> tuple[Any, Any]:
 
 
 def _ship(receiver: Any, sender: Any, buffers: list[Any], num_messages: int) -> None:
-    last, problems = threading.Semaphore(0), []
-
-    def done(error: Exception | None) -> None:
-        if error is not None:
-            problems.append(error)
-        last.release()
-
+    ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     for _ in range(num_messages):
-        receiver.receive(buffers[0], done)
+        receiver.receive(buffers[0], ended.put)
     for _ in range(num_messages):
         sender.send(buffers[1], lambda _: None)
     for _ in range(num_messages):
-        last.acquire(timeout=_TIMEOUT_S)
-    if problems:
-        raise problems[0]
+        if (error := _outcome(ended)) is not None:
+            raise error
+
+
+def _outcome(ended: queue.SimpleQueue[Exception | None]) -> Exception | None:
+    try:
+        return ended.get(timeout=_TIMEOUT_S)
+    except queue.Empty:
+        raise PeerError(f"a message did not arrive within {_TIMEOUT_S:g} s") from None

@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from common.values.config import ClusterConfig, RouterSettings, WorkerSettings
 from common.wire.grpc_options import server_options
-from deploy.cli import doctor
+from deploy.cli import doctor, link_speed
 from deploy.cli.doctor import Finding, checks_for, diagnose, lines_of
 from deploy.config.settings import load_settings, tls_flags
 from deploy.local import redis_server
@@ -181,6 +181,18 @@ def test_the_link_of_two_workers_of_this_machine_is_measured_and_has_a_floor(
     slow = settings.model_copy(update={"min_link_bytes_per_s": 1e15})
     finding = doctor.link(config.model_copy(update={"prefill_worker": slow}))
     assert (finding.status, "below min_link_bytes_per_s" in finding.fix) == ("warning", True)
+
+
+def test_a_link_that_carries_nothing_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent:
+        def send(self, *_: object) -> None: ...
+        def receive(self, *_: object) -> None: ...
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(link_speed, "_pair", lambda _: (Silent(), Silent()))
+    monkeypatch.setattr(link_speed, "_TIMEOUT_S", 0.01)
+    finding = doctor.link(CONFIG)
+    assert (finding.status, "did not arrive" in finding.found) == ("failed", True), finding
 
 
 def test_transports_that_do_not_go_together_fail_before_a_worker_finds_out() -> None:
