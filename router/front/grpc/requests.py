@@ -42,9 +42,9 @@ def generate_spec(request: pb.GenerateRequest, deadline_s: float | None) -> Requ
     check_unused("session_id", request.session_id or None)
     output, routing = request.output, request.routing
     kind = request.WhichOneof("input") or ""
-    use = _tool_use(request.chat) if kind == "chat" else None
+    use = tool_use_in(request)
     return RequestSpec(
-        prompt=prompt_of(request),
+        prompt=prompt_of(request, use),
         stated=_stated(request),
         max_tokens=request.stop.max_tokens if request.stop.HasField("max_tokens") else None,
         num_logprobs=output.logprobs if output.HasField("logprobs") else None,
@@ -67,8 +67,8 @@ def _constraint(sampling: pb.SamplingParams) -> Constraint | None:
     return Constraint(kind, value, f"sampling.{kind}")
 
 
-def prompt_of(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
-    """Whichever input is set."""
+def prompt_of(request: pb.GenerateRequest | pb.TokenizeRequest, use: ToolUse | None) -> Prompt:
+    """Of the input that is set. `use`: the request's own."""
     match request.WhichOneof("input"):
         case "prompt":
             return TextPrompt(request.prompt, _adds_special_tokens(request))
@@ -76,7 +76,7 @@ def prompt_of(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
             assert isinstance(request, pb.GenerateRequest)
             return TokenPrompt(tuple(request.token_ids.ids))
         case "chat":
-            return _chat(request.chat)
+            return _chat(request.chat, use)
         case _:
             raise InvalidRequest("no input is set", param="input")
 
@@ -87,13 +87,12 @@ def _adds_special_tokens(request: pb.GenerateRequest | pb.TokenizeRequest) -> bo
     return True
 
 
-def _chat(chat: pb.ChatInput) -> ChatPrompt:
+def _chat(chat: pb.ChatInput, use: ToolUse | None) -> ChatPrompt:
     if chat.continue_final_message:
         raise Unsupported("chat.continue_final_message is not supported yet", param="chat.continue_final_message")
     if not 0 < len(chat.messages) <= limits.MAX_MESSAGES:
         raise InvalidRequest(f"chat.messages must hold 1 to {limits.MAX_MESSAGES} messages", param="chat.messages")
     messages = named_results([_message(message, f"chat.messages[{idx}]") for idx, message in enumerate(chat.messages)])
-    use = _tool_use(chat)
     tools = () if use is None else tuple(tool.for_template for tool in use.shown_tools)
     kwargs, effort = _kwargs(chat.chat_template_kwargs_json), chat.reasoning_effort or None
     if effort not in (None, *EFFORTS):
@@ -102,8 +101,9 @@ def _chat(chat: pb.ChatInput) -> ChatPrompt:
     return ChatPrompt(messages, chat.add_generation_prompt, kwargs, tools, effort)
 
 
-def _tool_use(chat: pb.ChatInput) -> ToolUse | None:
-    """Raises InvalidRequest."""
+def tool_use_in(request: pb.GenerateRequest | pb.TokenizeRequest) -> ToolUse | None:
+    """Of a chat that states tools. Raises InvalidRequest."""
+    chat = request.chat  # empty where another input is set
     names = {"tools": "chat.tools_json", "tool_choice": "chat.tool_choice"}
     tools = _parsed(chat.tools_json, _tools, names["tools"]) if chat.tools_json else []
     choice: ToolChoice | None = None

@@ -18,7 +18,7 @@ from router.front.grpc.call import GenerateCall
 from router.front.grpc.errors import Context, guarded
 from router.front.grpc.gate import HEALTH_NAME, GrpcGate
 from router.front.grpc.health import ReadinessHealth
-from router.front.grpc.requests import generate_spec, prompt_of
+from router.front.grpc.requests import generate_spec, prompt_of, tool_use_in
 from router.front.grpc.responses import (
     model_info_pb,
     workers_pb,
@@ -64,7 +64,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         self._check_size(request.ByteSize())
         self._frontend.validator.check_model(request.model)
-        token_ids = await self._frontend.tokenize(prompt_of(request))
+        token_ids = await self._frontend.tokenize(prompt_of(request, tool_use_in(request)))
         return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._frontend.model.max_model_len)
 
     @guarded
