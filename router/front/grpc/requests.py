@@ -12,7 +12,7 @@ from common.wire.pb import generation_pb2 as pb
 from router.front.openai.fields import check_unused
 from router.front.openai.prompts import check_template_kwargs, message_of, named_results
 from router.front.openai.requests import EFFORTS, MessageBody
-from router.front.openai.tools import CallBody, CallFunctionBody, ToolBody, ToolChoice, tool_use_of
+from router.front.openai.tools import CallBody, CallFunctionBody, ToolBody, ToolChoice, tool_use
 from router.request import limits
 from router.request.constraint import Constraint
 from router.request.spec import ChatPrompt, Pins, Prompt, RequestSpec, Stated, TextPrompt, TokenPrompt
@@ -104,15 +104,15 @@ def _chat(chat: pb.ChatInput, use: ToolUse | None) -> ChatPrompt:
 def tool_use_in(request: pb.GenerateRequest | pb.TokenizeRequest) -> ToolUse | None:
     """Of a chat that states tools. Raises InvalidRequest."""
     chat = request.chat  # empty where another input is set
-    names = {"tools": "chat.tools_json", "tool_choice": "chat.tool_choice"}
-    tools = _parsed(chat.tools_json, _tools, names["tools"]) if chat.tools_json else []
+    params = ("chat.tools_json", "chat.tool_choice")
+    tools = _parsed(chat.tools_json, _tools, params[0]) if chat.tools_json else []
     choice: ToolChoice | None = None
     if chat.tool_choice:
         text = chat.tool_choice if chat.tool_choice.startswith("{") else json.dumps(chat.tool_choice)
-        stated: ToolChoice = _parsed(text, _choice, names["tool_choice"])
+        stated: ToolChoice = _parsed(text, _choice, params[1])
         choice = stated
     parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None
-    return tool_use_of(tools, choice, parallel, names)
+    return tool_use(tools, choice, parallel, params)
 
 
 def _message(message: pb.ChatMessage, param: str) -> ChatMessage:

@@ -35,7 +35,7 @@ def chat_spec(body: ChatBody, deadline_s: float | None) -> RequestSpec:
     refuse_unsupported(body)
     _check_stream_options(body)
     max_tokens, max_tokens_name = _chat_max_tokens(body)
-    use = tool_use(body)
+    use = tool_use(body.tools or (), body.tool_choice, body.parallel_tool_calls)
     tools = () if use is None else use.shown_tools
     return RequestSpec(
         prompt=chat_prompt(

@@ -1,8 +1,8 @@
 """Tools in bodies of the OpenAI API: functions, which of them may be called, calls in earlier messages. Pure: no IO."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -72,23 +72,14 @@ class CallBody(msgspec.Struct, forbid_unknown_fields=True):
     index: Ignored = None
 
 
-class ToolsBody(Protocol):
-    tools: list[ToolBody] | None
-    tool_choice: ToolChoice | None
-    parallel_tool_calls: bool | None
-
-
-def tool_use(body: ToolsBody) -> ToolUse | None:
-    """None: the body states no tools. Raises InvalidRequest."""
-    names = {"tools": "tools", "tool_choice": "tool_choice"}
-    return tool_use_of(body.tools or (), body.tool_choice, body.parallel_tool_calls, names)
-
-
-def tool_use_of(
-    stated: Sequence[ToolBody], choice: ToolChoice | None, parallel: bool | None, names: Mapping[str, str]
+def tool_use(
+    stated: Sequence[ToolBody],
+    choice: ToolChoice | None,
+    parallel: bool | None,
+    params: tuple[str, str] = ("tools", "tool_choice"),
 ) -> ToolUse | None:
-    """`names` are the API's, for errors."""
-    tools, where = checked_tools(stated, names["tools"]), names["tool_choice"]
+    """None: no tools are stated. `params`: the API's names of tools and choice, for errors. Raises InvalidRequest."""
+    tools, where = checked_tools(stated, params[0]), params[1]
     mode, allowed = _choice_of(choice)
     if not tools:
         if mode == "required":
