@@ -12,17 +12,17 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 _CALL_KEYS = frozenset({"name", "type", "id", *_ARGUMENT_KEYS})
 
 
-def call_object(reader: Reader, *, is_bare: bool = False, names: Collection[str] = ()) -> Reading[None]:
-    """`{"name": ..., "arguments": {...}}`, its members in any order; with `is_bare` it may be any other object as well.
+def call_object(reader: Reader, names: Collection[str] = ()) -> Reading[None]:
+    """`{"name": ..., "arguments": {...}}`, its members in any order.
 
-    `names`: those that there are, where others are none.
+    `names` of tools, where it may be any other object as well: then one with another name or member is no call.
     """
     yield from reader.skip_space()
     yield from reader.expect("{")
     yield from reader.skip_space()
     while not (yield from reader.skip("}")):
         key = loads((yield from reader.json_value()))
-        if not isinstance(key, str) or (is_bare and key not in _CALL_KEYS):
+        if not isinstance(key, str) or (names and key not in _CALL_KEYS):
             raise Malformed
         yield from reader.skip_space()
         yield from reader.expect(":")
@@ -62,7 +62,7 @@ def hermes(reader: Reader, _: str) -> Reading[None]:
 
 def llama(reader: Reader, _: str) -> Reading[None]:
     """`<|python_tag|>{...}; {...}`: Llama 3.1 and later."""
-    yield from _objects(reader, is_bare=False, names=())
+    yield from _objects(reader, ())
 
 
 def bare_llama(reader: Reader, names: Collection[str]) -> Reading[None]:
@@ -70,13 +70,13 @@ def bare_llama(reader: Reader, names: Collection[str]) -> Reading[None]:
     reader.mark()
     yield from reader.skip_space()
     if (yield from reader.peek()) == "{":
-        yield from _objects(reader, is_bare=True, names=names)
+        yield from _objects(reader, names)
     else:
         reader.give_back()
 
 
-def _objects(reader: Reader, *, is_bare: bool, names: Collection[str]) -> Reading[None]:
-    while (yield from reader.call(call_object(reader, is_bare=is_bare, names=names))):
+def _objects(reader: Reader, names: Collection[str]) -> Reading[None]:
+    while (yield from reader.call(call_object(reader, names))):
         yield from reader.skip_space()
         reader.mark()
         has_more = yield from reader.skip(";")

@@ -81,22 +81,17 @@ class OutputParser:
     def __init__(self, form: Format) -> None:
         self._reader = Reader(is_whole=form.is_whole)
         self._reading = _answer(self._reader, form)
-        self._is_done = False
 
     def push(self, text: str) -> list[Piece]:
         self._reader.add(text)
-        self._go_on()
+        next(self._reading, None)
         return self._reader.taken()
 
     def finish(self, *, is_cut: bool) -> list[Piece]:
         """The text has ended; `is_cut`: its author would have gone on."""
         self._reader.end(is_cut=is_cut)
-        self._go_on()
+        next(self._reading, None)
         return self._reader.taken()
-
-    def _go_on(self) -> None:
-        if not self._is_done:
-            self._is_done = next(self._reading, self) is self
 
 
 def _answer(reader: Reader, form: Format) -> Reading[None]:
