@@ -5,7 +5,7 @@ from itertools import groupby
 
 import torch
 
-from common.checkpoint.layers import PRE_NORMS
+from common.checkpoint.layers import PRE_NORMS, Routing
 from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.device import CompiledRun, Layer, Tail
 from common.engine.contract.executor import LayerHook
@@ -31,18 +31,16 @@ def compile_layers(layers: Sequence[Layer], tail: Tail, products: NativeProducts
 def is_known(layer: Layer) -> bool:
     """Whether `stack.h` computes such a layer: pre-norms, plain attention, weights that are packed."""
     spec = layer.spec
+    is_llama_like = spec.norms == PRE_NORMS and spec.qk_norm in ("none", "head") and spec.activation == "silu"
+    has_plain_attention = spec.attention.is_plain and not spec.has_sinks
     has_packed = all(one.packed is not None for one in (layer.qkv, layer.output)) and is_packed(layer.mlp)
-    if spec.has_sinks or (spec.experts is not None and spec.experts.routing.has_choice_bias):
-        return False
-    is_llama_like = spec.norms == PRE_NORMS and spec.qk_norm in ("none", "head")
-    return (
-        has_packed
-        and is_llama_like
-        and spec.activation == "silu"
-        and spec.residual_scale == 1
-        and not spec.has_sinks
-        and spec.attention.is_plain
-    )
+    chooses_alike = spec.experts is None or _is_known_choice(spec.experts.routing)
+    return is_llama_like and has_plain_attention and spec.residual_scale == 1 and chooses_alike and has_packed
+
+
+def _is_known_choice(routing: Routing) -> bool:
+    """Whether `experts.h` chooses as it says: by the scores alone, among all experts."""
+    return not routing.has_choice_bias and routing.num_groups == 1
 
 
 class NativeRun:
