@@ -252,7 +252,7 @@ def _new_runner(
 ) -> Runner:
     if others is not None:
         return RankedRunner(ModelRunner(model, cache, device, None, others.collectives.rank, guided), others)
-    capture = device.new_capture() if config.cuda_graphs else None
+    capture = device.new_capture() if config.cuda_graphs and model.is_recordable else None
     graphs = DecodeGraphs(model, cache, config.max_num_seqs, max_len, capture) if capture is not None else None
     return ModelRunner(model, cache, device, graphs, guided=guided)
 

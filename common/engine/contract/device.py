@@ -57,6 +57,7 @@ class GroupedMlp:
     # -> [num_rows, hidden_size]: the weighted sum of what a row's experts make of it
     apply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     packed: Any = None  # the device's own form of all weights, which its `compile` reads; None = it has none
+    is_recordable: bool = True  # False: it waits for the choice and does what that needs, which no recording repeats
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,10 +1,13 @@
 """Experts one after another, in torch, for every device; and the order in which rows meet their experts."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from common.engine.contract.device import Mlp
+from common.checkpoint.layers import Activation
+from common.engine.contract.device import GroupedMlp, Mlp
+from common.engine.contract.elementwise import Elementwise, activate
 
 
 class TorchExperts:
@@ -26,3 +29,8 @@ class TorchExperts:
                 results[pairs] = mlp.down(self._activate(mlp.gate_up(x[pairs // num_active])))
         weighted = results.view(-1, num_active, x.shape[1]).float() * expert_weights[..., None]
         return weighted.sum(1).to(x.dtype)
+
+
+def torch_experts(mlps: Sequence[Mlp], elementwise: Elementwise, activation: Activation) -> GroupedMlp:
+    """For what a device has no kernel of its own for."""
+    return GroupedMlp(TorchExperts(mlps, partial(activate, elementwise, activation)), is_recordable=False)

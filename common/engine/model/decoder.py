@@ -9,7 +9,7 @@ from common.checkpoint import ModelSpec
 from common.checkpoint.families import family_of, layers_of
 from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.collectives import Collectives
-from common.engine.contract.device import Device, Layer, Tail
+from common.engine.contract.device import Device, ExpertMlp, Layer, Tail
 from common.engine.contract.executor import LayerHook
 from common.engine.model.layers import attend, finish, read_layer, write_kv
 from common.engine.model.parallel import gathered
@@ -47,6 +47,12 @@ class Decoder:
     def compiled_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that are computed in compiled calls, over a cache that those know."""
         return tuple(first + idx for first, run in self._compiled.items() for idx in range(run.num_layers))
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a step does the same whatever its tokens are, so that a recording of it can be replayed."""
+        mixtures = (layer.mlp for layer in self._layers if isinstance(layer.mlp, ExpertMlp))
+        return all(mixture.experts.is_recordable for mixture in mixtures)
 
     def forward(
         self,

@@ -1,5 +1,7 @@
 """Products of which each rank has a part: their results summed over the ranks, or put beside each other."""
 
+from dataclasses import replace
+
 import torch
 
 from common.checkpoint import ModelSpec
@@ -26,7 +28,8 @@ def summed_experts(experts: GroupedMlp, collectives: Collectives | None) -> Grou
     if collectives is None:
         return experts
     add_up = collectives.all_reduce
-    return GroupedMlp(lambda x, expert_ids, weights: add_up(experts.apply(x, expert_ids, weights)))
+    apply = experts.apply
+    return replace(experts, apply=lambda x, expert_ids, weights: add_up(apply(x, expert_ids, weights)), packed=None)
 
 
 def gathered(head: Linear, spec: ModelSpec, collectives: Collectives | None) -> Linear:

@@ -1,7 +1,6 @@
 """The CPU as a `Device`: compiled operators where there is a compiler, torch's elsewhere."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -9,8 +8,8 @@ from common.checkpoint import CheckpointError
 from common.checkpoint.layers import Activation, Experts
 from common.engine.contract.attention import LayerKV
 from common.engine.contract.device import Capture, CompiledRun, ExpertWeights, GroupedMlp, Layer, Linear, Mlp, Tail
-from common.engine.contract.elementwise import Elementwise, TorchElementwise, activate
-from common.engine.contract.experts import TorchExperts
+from common.engine.contract.elementwise import Elementwise, TorchElementwise
+from common.engine.contract.experts import torch_experts
 from common.engine.devices.cpu.attention import CpuAttention
 from common.engine.devices.cpu.compiled import compile_layers
 from common.engine.devices.cpu.linear import cpu_linear
@@ -58,7 +57,7 @@ class CpuDevice:
         if self._products is not None and activation == "silu" and all(map(is_packed, mlps)):
             native = NativeExperts(self._products.library, experts, mlps)
             return GroupedMlp(native, native)
-        return GroupedMlp(TorchExperts(mlps, partial(activate, self.elementwise, activation)))
+        return torch_experts(mlps, self.elementwise, activation)
 
     def compile(self, layers: Sequence[Layer], tail: Tail) -> Mapping[int, CompiledRun]:
         return compile_layers(layers, tail, self._products) if self._products is not None else {}

@@ -13,8 +13,7 @@ from common.checkpoint import CheckpointError
 from common.checkpoint.layers import Activation, AttentionOptions, Experts
 from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.device import Capture, CompiledRun, ExpertWeights, GroupedMlp, Layer, Linear, Mlp, Tail
-from common.engine.contract.elementwise import activate
-from common.engine.contract.experts import TorchExperts
+from common.engine.contract.experts import torch_experts
 from common.engine.devices.triton.capture import CudaCapture
 from common.engine.devices.triton.decode_attention import decode_attention
 from common.engine.devices.triton.device_draws import TritonDraws
@@ -86,7 +85,7 @@ class TritonDevice:
     def grouped_mlp(self, experts: Experts, activation: Activation, weights: Iterable[ExpertWeights]) -> GroupedMlp:
         """By our own kernel, of stacked weights, copied in one after another; torch computes what it cannot."""
         if experts.has_biases or activation != "silu":
-            return GroupedMlp(TorchExperts([*map(self._mlp, weights)], partial(activate, self.elementwise, activation)))
+            return torch_experts([*map(self._mlp, weights)], self.elementwise, activation)
         stacks: list[torch.Tensor] = []
         for idx, (*parts, _, _) in enumerate(weights):
             stacks = stacks or [part.new_empty((experts.routing.num_experts, *part.shape)) for part in parts]

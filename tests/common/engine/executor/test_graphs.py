@@ -1,6 +1,7 @@
 """Replayed decode steps equal launched ones. The capture is a stand-in that runs the step again on the same tensors."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from tests.interpreter import import_triton_interpreted
 from tests.tiny_model import TinyModel, write_tiny_model
 
 import_triton_interpreted()
+
+from common.engine.devices.triton.device import TritonDevice  # noqa: E402  (triton, interpreted)
 
 PROMPTS = [[5, 77, 130, 9], [200], list(range(10, 47)), [41] * 16, list(range(100, 117))]
 NUM_BLOCKS, BLOCK_SIZE = 64, 8
@@ -110,3 +113,19 @@ def test_a_step_whose_layers_somebody_waits_for_is_launched(loaded: LoadedModel)
     runner.run(StepPlan(0, (generation.schedule(0, 20),)), heard.append)
     assert heard == list(range(1, loaded.spec.num_layers + 1))
     assert capture.num_replays == 0
+
+
+@pytest.mark.parametrize(("architecture", "is_recorded"), [("mixtral", True), ("gpt_oss", False)])
+def test_a_mixture_is_recorded_unless_its_experts_are_looked_up_by_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, is_recorded: bool
+) -> None:
+    """What torch does for the experts of one step it would do for those of no other; a GPU refuses to record it."""
+    capture = Replays()
+    monkeypatch.setattr(TritonDevice, "new_capture", lambda device: capture)
+    path = write_tiny_model(tmp_path / "m", TinyModel(architecture=architecture))
+    options = {"dtype": "float32", "attention": "triton", "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
+    loaded = load_model(WorkerConfig(role="decode", worker_id="d", model=ModelConfig(path=str(path)), **options))
+    batch = generations(loaded, [2] * 5)
+    run_all(loaded.runner, batch, 64)
+    assert all(len(generation.output) == 2 for generation in batch)
+    assert (capture.num_captures > 0) == is_recorded
