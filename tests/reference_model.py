@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 Tensors = dict[str, torch.Tensor]
+# Those of `tests.tiny_model` that it computes.
+FAMILIES = ("llama", "qwen2", "qwen3", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 # Where experts lie under a layer, and the names of an expert's gate, up and down.
 EXPERT_NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 

@@ -27,16 +27,9 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-# Every third layer sees all tokens, the others five.
-GEMMA3_FIELDS = {
-    **{"sliding_window": 5, "sliding_window_pattern": 3, "query_pre_attn_scalar": 12, "rope_local_base_freq": 100.0},
-    **{"hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": None, "final_logit_softcapping": None},
-}
-
-
 CLASSES = {
-    **{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "gemma3": "Gemma3"},
-    **{"phi3": "Phi3", "granite": "Granite", "gpt_oss": "GptOss", "glm4_moe": "Glm4Moe"},
+    **{"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2"},
+    **{"gemma3": "Gemma3", "phi3": "Phi3", "granite": "Granite", "gpt_oss": "GptOss", "glm4_moe": "Glm4Moe"},
     **{"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"},
 }
 # Where the experts lie, the router and the names of an expert's gate, up and down.
@@ -53,18 +46,35 @@ EXPERT_FIELDS = {
 }
 
 
-GPT_OSS_FIELDS: dict[str, Any] = {
-    **{"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_ACTIVE, "sliding_window": 5},
-    **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 64},
-}
-GLM4_MOE_FIELDS: dict[str, Any] = {
-    **{"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 3, "n_group": 4, "topk_group": 2, "use_qk_norm": True},
-    **{"routed_scaling_factor": 1.5, "norm_topk_prob": True, "attention_bias": True, "first_k_dense_replace": 0},
-}
-GRANITE_FIELDS: dict[str, Any] = {
-    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.4},
-    **{"residual_multiplier": 0.6, "logits_scaling": 1.5},
+WINDOW = 5
+# What only some have in config.json.
+FIELDS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": WINDOW},
+    # every third layer sees all tokens
+    "gemma3": {
+        **{"sliding_window": WINDOW, "sliding_window_pattern": 3, "query_pre_attn_scalar": 12},
+        **{"rope_local_base_freq": 100.0, "hidden_activation": "gelu_pytorch_tanh"},
+        **{"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    },
+    "gpt_oss": {
+        **{"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_ACTIVE, "sliding_window": WINDOW},
+        **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 32.0, "truncate": False},
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "glm4_moe": {
+        **EXPERT_FIELDS,
+        **{"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 3, "n_group": 4, "topk_group": 2, "use_qk_norm": True},
+        **{"routed_scaling_factor": 1.5, "norm_topk_prob": True, "attention_bias": True, "first_k_dense_replace": 0},
+    },
+    "granite": {
+        **{"embedding_multiplier": 3.0, "attention_multiplier": 0.4},
+        **{"residual_multiplier": 0.6, "logits_scaling": 1.5},
+    },
+    **{name: EXPERT_FIELDS | {"norm_topk_prob": False} for name in ("mixtral", "qwen2_moe", "olmoe")},
+    "qwen3_moe": EXPERT_FIELDS | {"norm_topk_prob": True},
 }
 
 
@@ -88,6 +98,12 @@ class TinyModel:
     @property
     def vocab_size(self) -> int:
         return len(SPECIAL_TOKENS) + 256 + len(MERGES)
+
+
+# One of each family.
+FAMILIES = {name: TinyModel(architecture=name) for name in CLASSES} | {
+    "gemma3": TinyModel(architecture="gemma3", num_layers=4, tie_embeddings=True)
+}
 
 
 def write_tiny_model(path: Path, model: TinyModel | None = None) -> Path:
@@ -119,13 +135,9 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _config(model: TinyModel) -> dict[str, Any]:
-    normalized = {"norm_topk_prob": model.architecture == "qwen3_moe"}
-    extra: dict[str, Any] = EXPERT_FIELDS | normalized if model.architecture in EXPERT_PARTS else {}
-    extra |= {"gpt_oss": GPT_OSS_FIELDS, "granite": GRANITE_FIELDS, "glm4_moe": GLM4_MOE_FIELDS}.get(
-        model.architecture, {}
-    )
-    extra |= {"attention_bias": True, "mlp_bias": model.architecture == "llama"} if model.has_biases else {}
-    return (GEMMA3_FIELDS if model.architecture == "gemma3" else extra) | {
+    biases = {"attention_bias": True, "mlp_bias": model.architecture == "llama"} if model.has_biases else {}
+    fields: dict[str, Any] = FIELDS.get(model.architecture, {}) | biases
+    return fields | {
         "architectures": [f"{CLASSES[model.architecture]}ForCausalLM"],
         "model_type": "gemma3_text" if model.architecture == "gemma3" else model.architecture,
         "vocab_size": model.vocab_size,

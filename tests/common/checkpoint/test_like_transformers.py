@@ -15,7 +15,7 @@ from common.engine.model.weights import load_tensors
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import PromptTokenizer
 from tests.texts import CORPUS
-from tests.tiny_model import TinyModel, write_tiny_model
+from tests.tiny_model import CLASSES, TinyModel, write_tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,7 +75,6 @@ CONFIGS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "qwen3 without head_dim": ("qwen3", ("head_dim",), {}),
     "qwen3 with windows": ("qwen3", (), {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
 }
-CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

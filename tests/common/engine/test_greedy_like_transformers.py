@@ -10,29 +10,12 @@ from common.engine.loading import LoadedModel, load_model
 from common.values.config import ModelConfig, WorkerConfig
 from common.values.request import SampledToken, SamplingParams
 from tests.common.engine.drive import Generation, blocks_for, run_all
-from tests.tiny_model import TinyModel, write_tiny_model
+from tests.tiny_model import FAMILIES, write_tiny_model
 
 transformers = pytest.importorskip("transformers")
 
 PROMPT = [5, 77, 130, 9, 200, 41, 41, 270, 3, 18, 99, 64, 250, 7, 7, 7, 161, 12, 33, 88]
 PARAMS = SamplingParams(seed=1, max_tokens=64, temperature=0.0, num_logprobs=1)
-FAMILIES = {
-    name: TinyModel(architecture=name)
-    for name in (
-        "llama",
-        "qwen2",
-        "qwen3",
-        "olmo2",
-        "phi3",
-        "granite",
-        "gpt_oss",
-        "glm4_moe",
-        "mixtral",
-        "qwen2_moe",
-        "qwen3_moe",
-        "olmoe",
-    )
-}
 
 
 def load(path: Path, block_size: int = 8) -> LoadedModel:

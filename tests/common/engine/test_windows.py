@@ -11,22 +11,18 @@ import torch
 
 from tests.common.engine.served import Served
 from tests.interpreter import import_triton_interpreted
-from tests.tiny_model import GEMMA3_FIELDS, TinyModel, write_tiny_model
+from tests.tiny_model import WINDOW, TinyModel, write_tiny_model
 
 transformers = pytest.importorskip("transformers")
 import_triton_interpreted()
 
-BLOCK_SIZE, WINDOW = 4, GEMMA3_FIELDS["sliding_window"]
+BLOCK_SIZE = 4
 MODEL = TinyModel(architecture="gemma3", num_layers=4)
 PLAIN = TinyModel(num_layers=4)
 # By family: the model, what its config.json has besides, and the layers that have a window.
 FAMILIES: dict[str, tuple[TinyModel, dict[str, Any], tuple[int, ...]]] = {
     "gemma3": (MODEL, {}, (0, 1, 3)),
-    "mistral": (
-        PLAIN,
-        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": WINDOW},
-        (0, 1, 2, 3),
-    ),
+    "mistral": (replace(PLAIN, architecture="mistral"), {}, (0, 1, 2, 3)),
     "qwen2": (
         replace(PLAIN, architecture="qwen2"),
         {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},

@@ -16,9 +16,10 @@ from common.engine.model.sharding import Cut
 from common.engine.model.weights import Weights, load_tensors, open_weights
 from tests.caches import attention_spec, fill, snapshot
 from tests.common.engine.model.batches import Run, batch_of
+from tests.reference_model import FAMILIES as REFERENCE_FAMILIES
 from tests.reference_model import ReferenceModel, load_reference
 from tests.tiny_gguf import write_tiny_gguf
-from tests.tiny_model import TinyModel, write_tiny_model
+from tests.tiny_model import FAMILIES, TinyModel, write_tiny_model
 
 TOKENS = [5, 77, 130, 9, 200, 41, 41, 270, 3, 18, 99, 64, 250, 7, 7, 7, 161, 12, 33, 88]
 BLOCKS = (3, 1, 6, 0, 5)
@@ -29,18 +30,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-MODELS = {
-    "llama": TinyModel(),
+MODELS = {name: FAMILIES[name] for name in REFERENCE_FAMILIES} | {
     "tied": TinyModel(tie_embeddings=True),
     "multi-head": TinyModel(num_kv_heads=4),
     "odd": TinyModel(num_heads=6, num_kv_heads=2, head_dim=24, num_layers=3),
-    "qwen2": TinyModel(architecture="qwen2"),
-    "qwen3": TinyModel(architecture="qwen3"),
-    "olmo2": TinyModel(architecture="olmo2"),
-    "mixtral": TinyModel(architecture="mixtral"),
-    "qwen2_moe": TinyModel(architecture="qwen2_moe"),
-    "qwen3_moe": TinyModel(architecture="qwen3_moe"),
-    "olmoe": TinyModel(architecture="olmoe"),
 }
 
 
