@@ -33,7 +33,7 @@ ABSENT: Mapping[str, Config] = {
     "Qwen3ForCausalLM": {**_QWEN, "head_dim": 128},
     "MixtralForCausalLM": {
         **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": None},
-        **{"num_local_experts": 8, "num_experts_per_tok": 2},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6},
     },
     "Qwen2MoeForCausalLM": {
         **{"num_key_value_heads": 16, "sliding_window": 4096, "max_window_layers": 28, "decoder_sparse_step": 1},
@@ -53,6 +53,10 @@ ABSENT: Mapping[str, Config] = {
     "GptOssForCausalLM": {
         **{"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128},
         **{"attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4, "rope_theta": 150000.0},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "factor": 32.0, "truncate": False},
+            "original_max_position_embeddings": 4096,
+        },
     },
     "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "sliding_window": None},
     "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoint import CheckpointError, open_checkpoint
 from common.checkpoint.hf_config import parse_config
+from common.checkpoint.hf_rope import read_rope
 from common.engine.model.weights import load_tensors
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import PromptTokenizer
@@ -95,6 +96,44 @@ def test_a_configuration_means_what_transformers_makes_of_it(model_path: Path, n
     assert spec.head_dim == getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert (spec.rms_norm_eps, spec.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
     assert spec.windows == _windows_of(theirs)
+
+
+# What a configuration must state.
+STATED = {
+    **{"num_hidden_layers": 3, "num_attention_heads": 32, "hidden_size": 512, "intermediate_size": 96},
+    **{"vocab_size": 100, "max_position_embeddings": 131072, "pad_token_id": 0},
+}
+# Ours -> where transformers has it, for those that have it.
+EXPERT_COUNTS = {
+    "num_experts": ("n_routed_experts", "num_local_experts", "num_experts"),
+    "num_active": ("num_experts_per_tok",),
+    "is_normalized": ("norm_topk_prob",),
+    "num_groups": ("n_group",),
+    "num_active_groups": ("topk_group",),
+    "scale": ("routed_scaling_factor",),
+}
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_fields_that_are_absent_are_those_that_transformers_takes(tmp_path: Path, family: str) -> None:
+    kind = "gemma3_text" if family == "gemma3" else family
+    config = STATED | {"model_type": kind, "architectures": [f"{CLASSES[family]}ForCausalLM"]}
+    edit(tmp_path / "config.json", **config)
+    spec, theirs = parse_config(config), transformers.AutoConfig.from_pretrained(tmp_path)
+    theirs.standardize_rope_params()
+    rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+    found = read_rope({"rope_parameters": rope, "max_position_embeddings": spec.max_position}, head_dim=spec.head_dim)
+    assert (spec.rope_theta, spec.rope_scaling, spec.rotary_size) == (found.theta, found.scaling, found.size)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert (spec.num_kv_heads, spec.head_dim) == (theirs.num_key_value_heads, head_dim)
+    assert (spec.rms_norm_eps, spec.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    windows = _windows_of(theirs)
+    assert spec.windows == (windows if any(windows) else ())
+    for name in ("attention_bias", "mlp_bias"):
+        assert getattr(spec, name) == getattr(theirs, name, False)
+    for ours, names in EXPERT_COUNTS.items() if spec.experts is not None else ():
+        stated = [getattr(theirs, name) for name in names if hasattr(theirs, name)]
+        assert all(getattr(spec.experts.routing, ours) == each for each in stated)
 
 
 def _windows_of(config: Any) -> tuple[int, ...]:
