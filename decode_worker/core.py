@@ -236,7 +236,7 @@ class DecodeCore:
         self._outbox.add(request, events)
         if num_drafts:
             self._outbox.count_drafts(request, num_drafts, len(events) - 1)
-        if sequence.is_ended:
+        if sequence.is_ended and self.policy.speculation is not None:
             self.policy.speculation.ended(sequence)
 
     # ---- ends ---------------------------------------------------------------------------------------

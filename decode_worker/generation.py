@@ -48,7 +48,8 @@ def append(
         if events[-1].finish_reason is not None:
             break
         sequence.token_ids.append(token.token_id)
-    scheduler.settle(sequence, len(events) - 1)
+    if sequence.draft_token_ids:
+        scheduler.settle(sequence, len(events) - 1)
     if events[-1].finish_reason is not None:
         end_choices(scheduler, request, {events[-1].choice_idx})
     return tuple(events)

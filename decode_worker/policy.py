@@ -31,7 +31,7 @@ class DecodePolicy:
         # Never more sequences than tokens in a step: so a prefill chunk always finds room beside the decoding ones.
         self._max_num_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._shares = FairShares()
-        self.speculation = Speculation(limits.max_draft_tokens)
+        self.speculation = Speculation(limits.max_draft_tokens) if limits.max_draft_tokens else None
 
     def fill(self, scheduler: Scheduler) -> None:
         self._shares.begin({sequence.work.tenant for sequence in (*scheduler.waiting, *scheduler.running)})
@@ -50,7 +50,8 @@ class DecodePolicy:
                 num_chunk_tokens = scheduler.prefill(sequence, num_tokens)
                 num_tokens -= num_chunk_tokens
                 self._shares.charge(sequence.work.tenant, num_chunk_tokens)
-        self.speculation.fill(scheduler)
+        if self.speculation is not None:
+            self.speculation.fill(scheduler)
 
     def prefill_tokens_per_s(self, scheduler: Scheduler) -> float:
         """How fast a prompt would be computed beside what runs now; 0.0 until one was."""

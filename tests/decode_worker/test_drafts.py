@@ -89,7 +89,7 @@ def test_blocks_of_rejected_drafts_are_given_back_with_the_step() -> None:
     """Every other step has wrong drafts: in the steps between, the sequence has the blocks that it has without any."""
     plain, bench = Bench(block_size=2), drafting(Bench(block_size=2), share_right=0.0, max_draft_tokens=9)
     sizes = cycle((9, 0))
-    bench.role.policy.speculation._rng.randint = lambda *_: next(sizes)  # type: ignore[attr-defined]
+    bench.role.policy.speculation._rng.randint = lambda *_: next(sizes)  # type: ignore[union-attr]
     for each in (plain, bench):
         each.start(job("a", tokens(9), max_tokens=20))
     while plain.plan is not None:

@@ -170,7 +170,7 @@ class Scheduler:
         """The step's tokens are computed: (sequence, number of tokens, what was drawn) of those that have not ended.
 
         Full blocks become findable at once; not so those of a sequence whose row has an error. Drafts do not count as
-        computed: the caller appends what was drawn, and `settle`s.
+        computed: the caller appends what was drawn, and `settle`s where there were any.
         """
         rows = {row.sequence_id: row for row in result.results}
         self._measure(result)
@@ -188,7 +188,7 @@ class Scheduler:
 
     def settle(self, sequence: Sequence, num_accepted: int) -> None:
         """Its draw of the finished step is in `token_ids`. The KV of that many accepted drafts counts as computed; what
-        the others took is given back."""
+        the others took is given back. Of a sequence that had no drafts there is nothing to settle."""
         assert num_accepted <= len(sequence.draft_token_ids), f"{num_accepted} drafts accepted of {sequence}"
         sequence.draft_token_ids = ()
         self.blocks.shrink(sequence)
@@ -270,7 +270,7 @@ class Scheduler:
     def _measure(self, result: StepResult) -> None:
         num_decoding, num_drafts = self._num_decoding, self._num_drafts
         num_prefill_tokens = self.limits.max_num_batched_tokens - self._num_left - num_decoding - num_drafts
-        num_accepted = sum(len(run) - 1 for row in result.results for run in row.runs)
+        num_accepted = sum(len(run) - 1 for row in result.results for run in row.runs) if num_drafts else 0
         self.rate.add(num_prefill_tokens, num_decoding, result.duration_s, num_drafts, num_accepted)
 
     def _new_id(self) -> int:

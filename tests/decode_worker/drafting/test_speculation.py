@@ -95,8 +95,10 @@ def test_the_same_batch_speculates_where_rows_are_cheap() -> None:
     assert len(run_all(started(16), seconds_per_row=0.001)) < 40
 
 
-def test_nothing_is_drafted_where_speculation_is_off() -> None:
-    assert run_all(started(1, max_draft_tokens=0), seconds_per_row=0.01)[1:] == [1] * 99
+def test_nothing_is_drafted_nor_kept_to_draft_from_where_speculation_is_off() -> None:
+    bench = started(1, max_draft_tokens=0)
+    assert bench.role.policy.speculation is None
+    assert run_all(bench, seconds_per_row=0.01)[1:] == [1] * 99
 
 
 def test_there_are_no_drafts_beside_a_prompt() -> None:
