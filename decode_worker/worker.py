@@ -8,7 +8,6 @@ from common.worker.lifecycle import WorkerContext
 from common.worker.role import RoleShell
 from decode_worker.core import DecodeCore
 from kvtransfer.events import ReceiverEvent
-from kvtransfer.links.meeting import RING_BYTES
 from kvtransfer.receiver.core import ReceiverCore
 from kvtransfer.receiver.sessions import ReceiverSessions
 from kvtransfer.settings import chunk_planner, session_settings
@@ -17,8 +16,7 @@ from kvtransfer.settings import chunk_planner, session_settings
 def build(context: WorkerContext) -> RoleShell:
     """A decode worker around a loaded model."""
     config, loaded, groups = context.config, context.loaded, context.new_pools()
-    planner = chunk_planner(config, loaded)
-    receiver = ReceiverCore(planner, config.max_inflight_bytes, config.link_timeout_s, RING_BYTES)
+    receiver = ReceiverCore(chunk_planner(config, loaded), config.max_inflight_bytes, config.link_timeout_s)
     core = DecodeCore(groups, receiver, Limits.of(config), context.hash_fields)
 
     def open_sessions(post: Callable[[ReceiverEvent], None]) -> ReceiverSessions:

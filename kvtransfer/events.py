@@ -54,9 +54,13 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """Control stream and link to this incarnation of a peer are up."""
+    """Control stream and link to this incarnation of a peer are up.
+
+    `link_bytes`: so much may be sent, by what the sender sees, that its peer has not received yet.
+    """
 
     peer: WorkerRef
+    link_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 
 from common.values.ranks import WHOLE, Rank
 from kvtransfer.links.gloo import SENDER_END, build_gloo_link
-from kvtransfer.links.meeting import Meeting, MeetingPoint
+from kvtransfer.links.meeting import RING_BYTES, Meeting, MeetingPoint
 from kvtransfer.links.nccl import build_nccl_link
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.rendezvous import join_rendezvous
@@ -69,3 +69,8 @@ def common_kinds(here: str, there: str) -> tuple[str, ...]:
 def accepts_shorter(transport: str) -> bool:
     """Whether a receive may be posted longer than the message: then one that is too long is survived and seen."""
     return transport != "nccl"
+
+
+def held_bytes(transport: str) -> int:
+    """What may lie in the link itself: sent, and not received. gloo and NCCL end a send when the peer takes it."""
+    return RING_BYTES if transport == "shm" else 0

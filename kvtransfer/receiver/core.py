@@ -85,14 +85,11 @@ from kvtransfer.receiver.window import ReceiveWindow
 
 
 class ReceiverCore:
-    """`handle` and `handle_deadline` are the only mutators. `max_inflight_bytes` is per peer, `link_bytes` per link."""
+    """`handle` and `handle_deadline` are the only mutators. `max_inflight_bytes` is per peer."""
 
-    def __init__(
-        self, planner: ChunkPlanner, max_inflight_bytes: int, link_timeout_s: float, link_bytes: int = 0
-    ) -> None:
+    def __init__(self, planner: ChunkPlanner, max_inflight_bytes: int, link_timeout_s: float) -> None:
         self._planner = planner
         self._max_inflight_bytes = max_inflight_bytes
-        self._link_bytes = link_bytes
         self._link_timeout_s = link_timeout_s
         self._attempts: dict[AttemptId, Expectation] = {}
         self._peers: dict[WorkerRef, ReceiverPeer] = {}
@@ -331,7 +328,7 @@ class ReceiverCore:
         row(self, event)
 
     def _connected(self, event: PeerReady) -> None:
-        window = ReceiveWindow(self._max_inflight_bytes, self._link_bytes)
+        window = ReceiveWindow(self._max_inflight_bytes, event.link_bytes)
         self._peers[event.peer] = ReceiverPeer(event.peer, window, self._now_s)
 
     def _lost(self, event: PeerLost) -> None:

@@ -31,7 +31,7 @@ from kvtransfer.events import (
     SendAcknowledged,
     SendCancel,
 )
-from kvtransfer.links.build import LinkPlan, accepts_shorter, common_kinds
+from kvtransfer.links.build import LinkPlan, accepts_shorter, common_kinds, held_bytes
 from kvtransfer.links.gloo import RECEIVER_END
 from kvtransfer.links.meeting import MeetingPoint, has_shared_memory
 from kvtransfer.links.protocol import Link
@@ -131,7 +131,7 @@ class ReceiverSession:
         async with asyncio.timeout(self._settings.link_timeout_s):
             await self._handshake(requests, context)
         get_logger().info("handoff_peer_ready", peer=str(self._peer), transport=self._transport)
-        self._shared.post(PeerReady(self._peer))
+        self._shared.post(PeerReady(self._peer, held_bytes(self._transport)))
         writer = asyncio.create_task(self._write(context))
         try:
             async for request in requests:

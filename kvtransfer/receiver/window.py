@@ -6,19 +6,17 @@ from common.values.ids import TransferId
 from kvtransfer.events import Chunk
 
 # The sender frees its window when it knows that a chunk was taken, we ours when the chunk is written: between the
-# two an honest peer may have up to two windows announced, and what the link itself holds. Twice the windows is a
-# breach.
+# two an honest peer may have up to two windows announced, and what the link holds. Twice the windows is a breach.
 MAX_ANNOUNCED_WINDOWS = 4
 
 
 class ReceiveWindow:
     """A queue in announced order: waiting, posted, staged. Posted and staged bytes stay within `max_bytes`.
 
-    A chunk that is larger than the whole window goes alone.
+    A chunk that is larger than the whole window goes alone. `link_bytes`: see PeerReady.
     """
 
-    def __init__(self, max_bytes: int, link_bytes: int = 0) -> None:
-        """`link_bytes`: what the link holds of chunks that the sender knows as taken, before they are received."""
+    def __init__(self, max_bytes: int, link_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._link_bytes = link_bytes
         self._waiting: deque[tuple[TransferId, Chunk]] = deque()

@@ -33,7 +33,6 @@ from kvtransfer.events import (
     TransferReceived,
     TransferStarted,
 )
-from kvtransfer.links.meeting import RING_BYTES
 from kvtransfer.receiver.core import ReceiverCore
 from kvtransfer.receiver.sessions import ReceiverSessions
 from kvtransfer.sender.core import SenderCore
@@ -181,7 +180,7 @@ class Decode:
 
     def __init__(self, settings: SessionSettings, planner: ChunkPlanner, changed: Changed) -> None:
         self.kv = settings.cache
-        self.core = ReceiverCore(planner, settings.max_inflight_bytes, settings.link_timeout_s, RING_BYTES)
+        self.core = ReceiverCore(planner, settings.max_inflight_bytes, settings.link_timeout_s)
         self.loop: CoreLoop[ReceiverEvent, ReceiverEffect] = CoreLoop(self.core, self._perform)
         self.sessions = ReceiverSessions(settings, self._post)
         self.received: dict[TransferId, TransferReceived] = {}

@@ -296,6 +296,18 @@ def test_a_peer_that_announces_far_more_than_the_window_is_dropped() -> None:
     assert "announced in a window" in effects[-1].reason
 
 
+def test_what_the_link_holds_may_be_announced_besides_by_that_peer_alone() -> None:
+    """1. four windows and what the link holds; 2. a chunk more ends it; 3. a peer over another link has its windows."""
+    driver = Driver(num_chunks_in_window=1)
+    driver.do(PeerReady(OTHER, link_bytes=3 * CHUNK_BYTES))
+    announced = [announce(0, new_transfer_id(f"u{number}"), OTHER) for number in range(9)]
+    assert not any(isinstance(effect, DropPeer) for effect in driver.do(*announced[:8]))
+    assert isinstance(driver.do(announced[8])[-1], DropPeer)
+    ours = [announce(0, new_transfer_id(f"v{number}")) for number in range(6)]
+    assert not any(isinstance(effect, DropPeer) for effect in driver.do(*ours[:5]))
+    assert isinstance(driver.do(ours[5])[-1], DropPeer)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"num_bytes": CHUNK_BYTES + 1}, {"layer_end": 3, "num_bytes": 3064}, {"token_start": 10}],

@@ -5,7 +5,8 @@ import secrets
 import pytest
 from structlog.testing import capture_logs
 
-from kvtransfer.events import TransferOutcome
+from kvtransfer.events import PeerReady, TransferOutcome
+from kvtransfer.links.meeting import RING_BYTES
 from tests.kvtransfer.cluster import check_works, pair, ship
 
 
@@ -23,6 +24,8 @@ async def test_two_workers_of_one_host_take_the_best_link_that_both_allow(
             first, second = cluster.decode.received.values()
             assert (first.transport, second.transport) == (wanted, wanted)
             assert second.link_bytes_per_s > 0.0  # measured with the first
+            (peer_ready,) = (event for event in cluster.decode.events if isinstance(event, PeerReady))
+            assert peer_ready.link_bytes == (RING_BYTES if wanted == "shm" else 0)
     ready = [log for log in logs if log["event"] == "handoff_peer_ready"]
     assert [log["transport"] for log in ready] == [wanted, wanted]
 
