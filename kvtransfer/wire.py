@@ -21,7 +21,6 @@ from kvtransfer.events import (
     SendFinished,
 )
 
-_TRANSPORTS = frozenset({"gloo", "shm", "nccl"})
 Announcement = ChunkAnnounced | FinishAnnounced | CancelAnnounced
 Answer = AcknowledgedByPeer | CancelledByPeer
 
@@ -40,15 +39,14 @@ def request_of(effect: SendChunk | SendFinished | SendCancel) -> pb.ConnectReque
             return pb.ConnectRequest(cancel=pb.CancelTransfer(transfer_id=transfer_id, reason=effect.reason))
 
 
-def event_of_request(peer: WorkerRef, request: pb.ConnectRequest) -> Announcement:
-    """Inverse of `request_of`, as seen by the receiver."""
+def event_of_request(peer: WorkerRef, request: pb.ConnectRequest, transport: str) -> Announcement:
+    """Inverse of `request_of`, as seen by the receiver. `transport`: of the link to that peer."""
     match request.WhichOneof("message"):
         case "chunk":
             return ChunkAnnounced(peer, _transfer_id(request.chunk.transfer_id), _chunk(request.chunk))
         case "finished":
             finished = request.finished
             tokens = tuple(_first_token(token) for token in finished.first_tokens)
-            transport = finished.transport if finished.transport in _TRANSPORTS else ""
             transfer_id, rate = _transfer_id(finished.transfer_id), max(0.0, finished.link_bytes_per_s)
             return FinishAnnounced(peer, transfer_id, finished.num_chunks, tokens, transport, rate)
         case "cancel":

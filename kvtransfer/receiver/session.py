@@ -135,7 +135,7 @@ class ReceiverSession:
         writer = asyncio.create_task(self._write(context))
         try:
             async for request in requests:
-                self._shared.post(wire.event_of_request(self._peer, request))
+                self._shared.post(wire.event_of_request(self._peer, request, self._transport))
         finally:
             writer.cancel()
 

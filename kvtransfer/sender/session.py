@@ -88,7 +88,6 @@ class SenderSession:
     def _request_of(self, effect: SendChunk | SendFinished | SendCancel) -> pb.ConnectRequest:
         request = wire.request_of(effect)
         if isinstance(effect, SendFinished) and self._packer is not None:
-            request.finished.transport = self._transport
             request.finished.link_bytes_per_s = self._packer.meter.bytes_per_s
         return request
 

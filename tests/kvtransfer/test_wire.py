@@ -40,9 +40,9 @@ def test_what_the_sender_says_arrives_as_the_receivers_events() -> None:
     chunk = wire.request_of(SendChunk(D, T, CHUNK, (1, 2)))
     finished = wire.request_of(SendFinished(D, T, 5, TOKENS))
     cancel = wire.request_of(SendCancel(D, T, "client left"))
-    assert [wire.event_of_request(P, over_the_wire(each)) for each in (chunk, finished, cancel)] == [
+    assert [wire.event_of_request(P, over_the_wire(each), "shm") for each in (chunk, finished, cancel)] == [
         ChunkAnnounced(P, T, CHUNK),
-        FinishAnnounced(P, T, 5, TOKENS),
+        FinishAnnounced(P, T, 5, TOKENS, "shm"),
         CancelAnnounced(P, T, "client left"),
     ]
 
@@ -72,9 +72,9 @@ def test_a_hello_carries_who_speaks_and_what_must_be_equal() -> None:
 
 def test_a_message_without_content_is_refused() -> None:
     with pytest.raises(ValueError, match="got None"):
-        wire.event_of_request(P, pb.ConnectRequest())
+        wire.event_of_request(P, pb.ConnectRequest(), "shm")
     with pytest.raises(ValueError, match="got hello"):
-        wire.event_of_request(P, wire.sender_hello(P, Fingerprint(), WHOLE))
+        wire.event_of_request(P, wire.sender_hello(P, Fingerprint(), WHOLE), "shm")
     with pytest.raises(ValueError, match="got None"):
         wire.event_of_response(pb.ConnectResponse())
     with pytest.raises(ValueError, match="without worker_id or incarnation"):

@@ -319,12 +319,10 @@ class PrefillFinished(_message.Message):
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     NUM_CHUNKS_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
-    TRANSPORT_FIELD_NUMBER: _builtins.int
     LINK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     num_chunks: _builtins.int
-    transport: _builtins.str
-    """The link of this transfer, and how fast its sends have been lately; 0 = none has ended yet."""
     link_bytes_per_s: _builtins.float
+    """How fast the sends of the link have been lately; 0 = none has ended yet."""
     @_builtins.property
     def transfer_id(self) -> Global___TransferId: ...
     @_builtins.property
@@ -335,12 +333,11 @@ class PrefillFinished(_message.Message):
         transfer_id: Global___TransferId | None = ...,
         num_chunks: _builtins.int = ...,
         first_tokens: _abc.Iterable[Global___FirstToken] | None = ...,
-        transport: _builtins.str = ...,
         link_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_tokens", b"first_tokens", "link_bytes_per_s", b"link_bytes_per_s", "num_chunks", b"num_chunks", "transfer_id", b"transfer_id", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_tokens", b"first_tokens", "link_bytes_per_s", b"link_bytes_per_s", "num_chunks", b"num_chunks", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
