@@ -1,9 +1,9 @@
 """What Gemma 3 has besides the layers of its family: windows, two RoPE bases, scaled embeddings. Pure."""
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
-from common.checkpoint.hf_attention import layer_windows, windows_by_pattern
+from common.checkpoint.hf_attention import windows_by_pattern
 from common.checkpoint.hf_rope import read_rope
 from common.checkpoint.rope import Rope
 from common.checkpoint.spec import CheckpointError
@@ -17,13 +17,13 @@ NUM_LAYERS_27B = 62
 class Gemma3Fields(TypedDict):
     """Fields of `ModelSpec`."""
 
-    windows: tuple[int, ...]
+    windows: NotRequired[tuple[int, ...]]  # of GGUF; those of config.json are read as for every family
     window_rope: Rope
     attention_scale: float
     embedding_scale: float
 
 
-def gemma3_of_config(config: Mapping[str, Any], num_layers: int, hidden_size: int) -> tuple[Rope, Gemma3Fields]:
+def gemma3_of_config(config: Mapping[str, Any], hidden_size: int) -> tuple[Rope, Gemma3Fields]:
     """The RoPE of layers that see all tokens, and the rest, of a config.json. Raises CheckpointError by field."""
     if config.get("use_bidirectional_attention"):
         raise CheckpointError("config.json: use_bidirectional_attention=True is not supported")
@@ -37,7 +37,6 @@ def gemma3_of_config(config: Mapping[str, Any], num_layers: int, hidden_size: in
     of_windows.setdefault("rope_theta", config.get("rope_local_base_freq", WINDOW_THETA))
     length = config.get("max_position_embeddings")
     fields = Gemma3Fields(
-        windows=layer_windows(config, num_layers),
         window_rope=read_rope({"rope_parameters": of_windows, "max_position_embeddings": length}),
         attention_scale=scalar**-0.5,
         embedding_scale=hidden_size**0.5,

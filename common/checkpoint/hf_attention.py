@@ -1,7 +1,8 @@
 """Which layers of a Hugging Face model attend to a window only. Pure.
 
-The rules are transformers': `layer_types` decides where it is given; else every layer of Mistral has the window, and
-the layers of Qwen from `max_window_layers` on when `use_sliding_window` is set, those of Gemma 3 by a pattern.
+The rules are transformers': `layer_types` decides where it is given; else every layer of Mistral, Mixtral and Phi-3 has
+the window, and the layers of Qwen from `max_window_layers` on when `use_sliding_window` is set, every other of gpt-oss,
+those of Gemma 3 by a pattern.
 """
 
 from collections.abc import Mapping
@@ -11,17 +12,21 @@ from common.checkpoint.spec import CheckpointError
 
 Config = Mapping[str, Any]
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_WITH_A_WINDOW_EVERYWHERE = ("Mistral", "Mixtral", "Phi3")
 
 
-def layer_windows(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Per layer the tokens that one sees, 0 = all; () when no layer has a window. Raises CheckpointError by field."""
+def layer_windows(config: Config, num_layers: int, max_position: int) -> tuple[int, ...]:
+    """Per layer the tokens that one sees, 0 = all; () when no layer has a window. Raises CheckpointError by field.
+
+    `max_position`: the tokens of the longest text.
+    """
     has_window = _layers_with_window(config, num_layers)
     if not any(has_window):
         return ()
     window = config.get("sliding_window")
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise CheckpointError(f"config.json: sliding_window should be a positive integer, got {window!r}")
-    if window >= config.get("max_position_embeddings", 0):
+    if window >= max_position:
         return ()  # no token is ever behind it
     return tuple(window if has else 0 for has in has_window)
 
@@ -48,8 +53,10 @@ def _layers_with_window(config: Config, num_layers: int) -> list[bool]:
         if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
             raise CheckpointError(f"config.json: sliding_window_pattern should be a positive integer, got {pattern!r}")
         return [bool(window) for window in windows_by_pattern(num_layers, 1, pattern)]
-    if not architecture.startswith("Llama"):
+    if architecture.startswith(_WITH_A_WINDOW_EVERYWHERE):
         return [config.get("sliding_window") is not None] * num_layers
     if config.get("sliding_window"):
-        raise CheckpointError(f"config.json: sliding_window={config['sliding_window']!r} is not supported for Llama")
+        raise CheckpointError(
+            f"config.json: sliding_window={config['sliding_window']!r} is not supported for {architecture}"
+        )
     return [False] * num_layers

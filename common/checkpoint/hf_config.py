@@ -87,9 +87,10 @@ def parse_config(config: Config) -> ModelSpec:
     num_layers = _required(config, "num_hidden_layers")
     num_heads = _required(config, "num_attention_heads")
     hidden_size = _required(config, "hidden_size")
-    gemma3 = gemma3_of_config(config, num_layers, hidden_size) if architecture == "gemma3" else None
+    gemma3 = gemma3_of_config(config, hidden_size) if architecture == "gemma3" else None
     head_dim = _optional(config, "head_dim") or hidden_size // num_heads
     rope = gemma3[0] if gemma3 is not None else _rope(config, architecture, head_dim)
+    max_position = _max_position(config, rope)
     spec = ModelSpec(
         architecture=architecture,
         num_layers=num_layers,
@@ -99,12 +100,12 @@ def parse_config(config: Config) -> ModelSpec:
         head_dim=head_dim,
         intermediate_size=_required(config, "intermediate_size"),
         vocab_size=_required(config, "vocab_size"),
-        max_position=_max_position(config, rope),
+        max_position=max_position,
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         rms_norm_eps=_epsilon(config),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        windows=() if gemma3 is not None else layer_windows(config, num_layers),
+        windows=layer_windows(config, num_layers, max_position),
         attention_soft_cap=float(config.get("attn_logit_softcapping") or 0.0),
         attention_bias=_has_bias(config, "attention_bias"),
         mlp_bias=_has_bias(config, "mlp_bias"),

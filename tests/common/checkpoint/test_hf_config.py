@@ -67,6 +67,7 @@ def test_architectures_differ_in_bias_and_head_norm(architecture: str, has_bias:
         {"architectures": None},
         {"quantization_config": {"bits": 4}},
         {"sliding_window": 64},
+        {"sliding_window": 64, "architectures": ["GraniteForCausalLM"]},
         {"architectures": ["MistralForCausalLM"], "sliding_window": -1},
         {"layer_types": ["chunked_attention"] * 3, "sliding_window": 64},
         {"layer_types": ["sliding_attention"] * 2, "sliding_window": 64},
@@ -105,6 +106,11 @@ def test_what_the_forward_pass_does_not_do_is_refused_by_name(change: dict[str, 
         (
             {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
             (64, 0, 64),
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 2048, "max_position_embeddings": 1024}
+            | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            (2048, 2048, 2048),
         ),
     ],
     ids=str,
