@@ -54,13 +54,10 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """Control stream and link to this incarnation of a peer are up.
-
-    `link_bytes`: so much may be sent, by what the sender sees, that its peer has not received yet.
-    """
+    """Control stream and link to this incarnation of a peer are up."""
 
     peer: WorkerRef
-    link_bytes: int = 0
+    link_bytes: int = 0  # what the sender may take for received and its peer has yet to receive
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,17 +356,14 @@ class SendAcknowledged:
 
 @dataclass(frozen=True, slots=True)
 class TransferReceived:
-    """Local: all KV and the first tokens are in. Exactly one per attempt, unless it is withdrawn first.
-
-    `transfer_s`: first announcement to last chunk in place; `exposed_s`: the part of it after FinishAnnounced.
-    """
+    """Local: all KV and the first tokens are in. Exactly one per attempt, unless it is withdrawn first."""
 
     transfer_id: TransferId
     tokens: tuple[FirstToken, ...]
     num_bytes: int
     num_chunks: int
-    transfer_s: float
-    exposed_s: float
+    transfer_s: float  # first announcement to last chunk in place
+    exposed_s: float  # the part of it after FinishAnnounced
     chunks: tuple[KvChunkTiming, ...] = ()  # the last ones, in order of arrival
     transport: str = ""
     link_bytes_per_s: float = 0.0  # as the sender measured it lately; 0: not yet
