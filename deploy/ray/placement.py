@@ -187,11 +187,10 @@ def tell_apart(actors: Sequence[NamedActor], ask: Ask) -> tuple[list[FoundWorker
 
 def last_line_below(directory: Path) -> str:
     """The last line of the log that was written to last, with its file's name; Ray's marks (`:job_id:`) are none."""
-    logs = [path for pattern in _TELLING_LOGS for path in directory.glob(pattern) if path.stat().st_size]
-    if not logs:
-        return f"there is none below {directory}"
-    newest = max(logs, key=lambda path: path.stat().st_mtime)
-    return f"{_last_line(newest)} ({newest.name})"
+    logs = [path for pattern in _TELLING_LOGS for path in directory.glob(pattern)]
+    newest_first = sorted(logs, key=lambda path: path.stat().st_mtime, reverse=True)
+    told = ((line, path.name) for path in newest_first if (line := _last_line(path)))
+    return next((f"{line} ({name})" for line, name in told), f"there is none below {directory}")
 
 
 def _last_line(path: Path) -> str:

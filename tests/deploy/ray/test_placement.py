@@ -81,6 +81,7 @@ def test_the_last_line_of_the_log_that_was_written_to_last_says_why_nothing_star
     for age_s, name, text in (
         (9, "raylet.err", "old\n"),
         (5, "worker-1.err", "one\nexec: no such file\n:job_id:01\n\n"),
+        (2, "worker-3.err", ":job_id:01\n:actor_name:Worker\n"),
         (1, "gcs.out", "x"),
     ):
         (tmp_path / name).write_text(text)
