@@ -5,7 +5,7 @@ transfer leaves the grant standing. A Reserve of an attempt that is here is igno
 `common.worker.core`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from common.cores.core_loop import Core
@@ -16,13 +16,11 @@ from common.engine.scheduling.scheduler import Limits, Scheduler
 from common.engine.scheduling.sequence import BlockTableSet
 from common.engine.scheduling.sequence import Sequence as ScheduledSequence
 from common.values.ids import AttemptId, RouterId
-from common.values.messages import Granted, Refused, Reserve, TransferFailed
-from common.values.request import SampledToken
+from common.values.messages import AttemptTokens, Granted, HandoffReport, Refused, Reserve, TokenBatch, TransferFailed
+from common.values.request import SampledToken, TokenEvent
 from common.worker.core import CoreState
-from common.worker.events import RunStep
-from decode_worker import generation
+from common.worker.events import RunStep, SendToRouter
 from decode_worker.admission import refusal, reserve
-from decode_worker.outbox import Outbox
 from decode_worker.policy import DecodePolicy
 from decode_worker.request import DecodePhase, DecodeRequest
 from kvtransfer.events import (
@@ -62,7 +60,7 @@ class DecodeCore:
         self.state: CoreState[DecodeRequest] = CoreState(Scheduler(groups, limits, self.policy, hash_fields))
         self.transfers = receiver
         self._reservation_timeout_s = reservation_timeout_s
-        self._outbox = Outbox()
+        self._outbox = _Outbox()
         self._unstarted: list[DecodeRequest] = []  # READY and in no step yet
 
     @property
@@ -156,7 +154,7 @@ class DecodeCore:
         tokens = {first.choice_idx: first.token for first in received.tokens}
         self._get_ready(request, block_tables, len(request.work.token_ids), now_s)
         if request.live_choices <= tokens.keys():
-            request.first_events = generation.start_choices(self.state.scheduler, request, tokens)
+            request.first_events = self._start_choices(request, tokens)
             self._remove_if_finished(request)
         else:
             self.fail(request, f"first tokens only of choices {sorted(tokens)}", now_s, is_retryable=True)
@@ -184,7 +182,9 @@ class DecodeCore:
         request.ready_s = now_s
         self.state.requests.set_deadline(request, request.deadline_s)
         self._unstarted.append(request)
-        generation.start_prompt(self.state.scheduler, request, block_tables, num_computed)
+        rank = (request.work.priority, request.order, 0)
+        prompt = self.state.scheduler.add(request.work, request.hashes, rank, block_tables, num_computed)
+        request.sequences = [prompt]  # all choices share it
 
     def on_planned(self, plan: StepPlan | None, now_s: float) -> None:
         """The step is decided before tokens are sent: the device starts before messages are encoded."""
@@ -219,7 +219,6 @@ class DecodeCore:
     ) -> None:
         if row is None:
             return
-        scheduler = self.state.scheduler
         assert len(row.tokens) == len(sequence.choices), f"{len(row.tokens)} tokens for {sequence}"
         if request.has_first_tokens:
             self._go_on(request, sequence, row.runs[0])
@@ -227,17 +226,49 @@ class DecodeCore:
             assert request.started_s is not None
             tokens = dict(zip(sequence.choices, row.tokens, strict=True))
             self._outbox.report(request, local_prefill_s=now_s - request.started_s)
-            self._outbox.add(request, generation.start_choices(scheduler, request, tokens))
+            self._outbox.add(request, self._start_choices(request, tokens))
         self._remove_if_finished(request)
 
     def _go_on(self, request: DecodeRequest, sequence: ScheduledSequence, run: Sequence[SampledToken]) -> None:
-        num_drafts = len(sequence.draft_token_ids)
-        events = generation.append(self.state.scheduler, request, sequence, run)
+        """The next tokens of one choice: accepted drafts and the one behind them. A choice that is finished leaves at
+        once, and what comes behind its end is dropped."""
+        events: list[TokenEvent] = []
+        for token in run:
+            events.append(sequence.next_event(sequence.choices[0], token))
+            if events[-1].finish_reason is not None:
+                break
+            sequence.token_ids.append(token.token_id)
         self._outbox.add(request, events)
-        if num_drafts:
-            self._outbox.count_drafts(request, num_drafts, len(events) - 1)
+        if sequence.draft_token_ids:
+            self._outbox.count_drafts(request, len(sequence.draft_token_ids), len(events) - 1)
+            self.state.scheduler.settle(sequence, len(events) - 1)
+        if events[-1].finish_reason is not None:
+            self.end_choices(request, {events[-1].choice_idx})
         if sequence.is_ended and self.policy.speculation is not None:
             self.policy.speculation.ended(sequence)
+
+    def _start_choices(self, request: DecodeRequest, tokens: Mapping[int, SampledToken]) -> tuple[TokenEvent, ...]:
+        """The prompt is computed and each choice has its first token: one sequence per choice that goes on."""
+        (prompt,) = request.sequences
+        choices = [choice for choice in request.work.choices if choice in request.live_choices]
+        events = tuple(prompt.next_event(choice, tokens[choice]) for choice in choices)
+        going_on = [event.choice_idx for event in events if event.finish_reason is None]
+        request.live_choices = set(going_on)
+        request.has_first_tokens = True
+        if not going_on:
+            self.state.scheduler.drop(prompt)
+            request.sequences = []
+            return events
+        forks = [self._fork(request, prompt, choice) for choice in going_on[1:]]
+        prompt.choices = (going_on[0],)
+        request.sequences = [prompt, *forks]
+        for sequence in request.sequences:
+            sequence.token_ids.append(tokens[sequence.choices[0]].token_id)
+        return events
+
+    def _fork(self, request: DecodeRequest, prompt: ScheduledSequence, choice: int) -> ScheduledSequence:
+        rank = (request.work.priority, request.order, request.work.choices.index(choice))
+        return self.state.scheduler.fork(prompt, choice, rank)
 
     # ---- ends ---------------------------------------------------------------------------------------
 
@@ -267,7 +298,12 @@ class DecodeCore:
         self.end_choices(request, set(request.work.choices))
 
     def end_choices(self, request: DecodeRequest, choices: set[int]) -> None:
-        generation.end_choices(self.state.scheduler, request, choices)
+        """The prompt's sequence goes only with the last choice that wants it."""
+        request.live_choices -= choices
+        for sequence in tuple(request.sequences):
+            if request.live_choices.isdisjoint(sequence.choices):
+                self.state.scheduler.drop(sequence)
+                request.sequences.remove(sequence)
 
     def _remove_if_finished(self, request: DecodeRequest) -> None:
         if not request.live_choices:
@@ -283,3 +319,63 @@ class DecodeCore:
         assert not is_ready or generated >= request.live_choices, str(request)
         assert not is_ready or request.has_first_tokens or len(request.sequences) == 1, str(request)
         assert is_ready or request not in self._unstarted, str(request)
+
+
+class _Outbox:
+    """What one event sends to the routers about tokens: reports first, then a batch per router. `flush` empties it."""
+
+    def __init__(self) -> None:
+        self._reports: dict[AttemptId, tuple[RouterId, HandoffReport]] = {}
+        self._tokens: dict[RouterId, dict[AttemptId, list[TokenEvent]]] = {}
+        self._drafts: dict[AttemptId, tuple[int, int]] = {}  # verified, accepted
+
+    def report(self, request: DecodeRequest, local_prefill_s: float) -> None:
+        """How the request's prompt came here; once, before its first tokens."""
+        transfer = request.transfer
+        assert request.started_s is not None
+        report = HandoffReport(
+            request.attempt_id,
+            num_bytes=transfer.num_bytes if transfer else 0,
+            num_chunks=transfer.num_chunks if transfer else 0,
+            transfer_s=transfer.transfer_s if transfer else 0.0,
+            exposed_s=transfer.exposed_s if transfer else 0.0,
+            decode_queue_s=request.started_s - request.ready_s,
+            num_cached_tokens=request.num_cached_tokens,
+            is_local=request.is_local,
+            local_prefill_s=local_prefill_s,
+            chunks=transfer.chunks if transfer else (),
+            transport=transfer.transport if transfer else "",
+            link_bytes_per_s=transfer.link_bytes_per_s if transfer else 0.0,
+        )
+        self._reports[request.attempt_id] = (request.router_id, report)
+
+    def add(self, request: DecodeRequest, events: Iterable[TokenEvent]) -> None:
+        attempts = self._tokens.setdefault(request.router_id, {})
+        attempts.setdefault(request.attempt_id, []).extend(events)
+
+    def count_drafts(self, request: DecodeRequest, num_drafts: int, num_accepted: int) -> None:
+        """What was verified for the tokens that go out with it."""
+        before = self._drafts.get(request.attempt_id, (0, 0))
+        self._drafts[request.attempt_id] = before[0] + num_drafts, before[1] + num_accepted
+
+    def forget(self, attempt_id: AttemptId) -> None:
+        """The request failed or was cancelled: what it made meanwhile is of no use."""
+        self._reports.pop(attempt_id, None)
+        self._drafts.pop(attempt_id, None)
+        for attempts in self._tokens.values():
+            attempts.pop(attempt_id, None)
+
+    def flush(self) -> list[SendToRouter]:
+        effects = [SendToRouter(router_id, report) for router_id, report in self._reports.values()]
+        for router_id, attempts in self._tokens.items():
+            if attempts:
+                batch = TokenBatch(
+                    tuple(
+                        AttemptTokens(a, tuple(events), *self._drafts.get(a, (0, 0))) for a, events in attempts.items()
+                    )
+                )
+                effects.append(SendToRouter(router_id, batch))
+        self._reports.clear()
+        self._drafts.clear()
+        self._tokens.clear()
+        return effects
