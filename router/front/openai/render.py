@@ -229,14 +229,17 @@ class CompletionRenderer:
         return CompletionLogprobs(texts, logprobs, self._top_logprobs(tokens), list(offsets))
 
     def _top_logprobs(self, tokens: Sequence[SampledToken | ScoredToken]) -> list[dict[str, float] | None] | None:
-        num_top = self._options.num_top_logprobs
-        if num_top == 0:
+        if self._options.num_top_logprobs == 0:
             return None
+        return [None if _is_first(token) else self._top(token) for token in tokens]
+
+    def _top(self, token: SampledToken | ScoredToken) -> dict[str, float]:
+        """Best first, and the token itself wherever it ranks, as OpenAI tells. Of equal texts: its own, or the best."""
         text = self._token_texts.text
-        return [
-            None if _is_first(token) else {text(each): _finite(logprob) for each, logprob in token.top[:num_top]}
-            for token in tokens
-        ]
+        logprobs: dict[str, float] = {}
+        for token_id, logprob in token.top[: self._options.num_top_logprobs]:
+            logprobs.setdefault(text(token_id), _finite(logprob))
+        return {**logprobs, text(token.token_id): _finite(token.logprob)}
 
 
 def prompt_logprobs_of(prompt: ScoredPrompt, num_top: int | None, token_texts: TokenTexts) -> PromptTokens | UnsetType:

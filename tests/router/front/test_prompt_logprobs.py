@@ -49,7 +49,7 @@ async def test_echo_with_logprobs_has_the_form_of_openai() -> None:
     assert (choice.text, choice.finish_reason) == ("wxyz", "length")
     assert choice.logprobs.tokens == ["w", "x", "y", "z"]
     assert choice.logprobs.token_logprobs == [None, -0.125, -0.5, -0.5]
-    assert choice.logprobs.top_logprobs == [None, {"y": -0.0625}, {"y": -0.5}, {"z": -0.5}]
+    assert choice.logprobs.top_logprobs == [None, {"y": -0.0625, "x": -0.125}, {"y": -0.5}, {"z": -0.5}]
     assert choice.logprobs.text_offset == [0, 1, 2, 3]
 
 
@@ -120,7 +120,7 @@ async def test_prompt_logprobs_have_the_form_of_vllm() -> None:
     for choice in own["choices"]:
         assert choice["prompt_logprobs"] == [None, {str(second): entry[str(second)]}]
     assert both["prompt_logprobs"] == [None, entry]
-    assert both["logprobs"]["top_logprobs"][1] == {"y": -0.0625, "x": -0.5}
+    assert both["logprobs"]["top_logprobs"][1] == {"y": -0.0625, "x": -0.125}
     assert len(conversation["prompt_logprobs"]) == conversation["usage"]["prompt_tokens"]
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
 
