@@ -136,7 +136,7 @@ class RouterService:
             stream.push(Failed(error))
             return stream
         self._streams[request.request_id] = stream
-        self._request_metrics.submitted(request.request_id, self._clock())
+        self._request_metrics.submitted(request, self._clock())
         self._post(RequestSubmitted(request, _random_first_attempt()))
         return stream
 

@@ -13,6 +13,8 @@ class GenerationRequest:
 
     `deadline_s` is the time left. `prefill_worker_id` and `decode_worker_id` pin a worker (debugging);
     `force_colocated` makes the decode worker prefill the whole prompt itself. `num_prompt_logprobs`: see `Work`.
+    `has_output` False: the client wants its prompt alone; the one token that is drawn all the same is neither shown
+    nor counted.
     """
 
     request_id: RequestId
@@ -28,6 +30,7 @@ class GenerationRequest:
     tenant: str = ""  # waiting work is shared out fairly between tenants; an opaque word
     trace_parent: str = ""  # W3C traceparent, as the client sent it
     num_prompt_logprobs: int | None = None
+    has_output: bool = True
 
 
 @dataclass(frozen=True, slots=True)

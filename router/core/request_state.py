@@ -201,7 +201,8 @@ class Request:
 
     @property
     def num_completion_tokens(self) -> int:
-        return sum(len(choice.token_ids) for choice in self.choices)
+        """That the client was given."""
+        return sum(len(choice.token_ids) for choice in self.choices) if self.spec.has_output else 0
 
     @property
     def handoff_report(self) -> HandoffReport | None:

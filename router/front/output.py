@@ -42,11 +42,10 @@ class RequestOutput:
         self._request_id = request.generation.request_id
         self._num_prompt_tokens = len(request.generation.token_ids)
         self._service = service
-        indices = range(request.generation.num_choices)
-        context = request.generation.token_ids[-8:]
+        context, has_output = request.generation.token_ids[-8:], request.generation.has_output
         self._choices: list[ChoiceText | HiddenChoice] = [
-            ChoiceText(idx, token_texts, context, request.text) if request.has_output else HiddenChoice(idx)
-            for idx in indices
+            ChoiceText(idx, token_texts, context, request.text) if has_output else HiddenChoice(idx)
+            for idx in range(request.generation.num_choices)
         ]
         form, num_choices = request.form, len(self._choices)
         self._formatted = (

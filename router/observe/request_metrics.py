@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.values.ids import RequestId
-from router.core.generation import Accepted, Failed, Finished, GenerationEvent, Tokens
+from router.core.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, Tokens
 
 _PHASES = ("route", "prefill_queue", "prefill", "kv_exposed", "decode_queue", "decode")
 
@@ -35,6 +35,7 @@ class NullMetrics:
 @dataclass(slots=True)
 class _Progress:
     submitted_s: float
+    has_output: bool
     last_tokens_s: float | None = None
 
 
@@ -45,8 +46,8 @@ class RequestMetrics:
         self._metrics = metrics
         self._progress: dict[RequestId, _Progress] = {}
 
-    def submitted(self, request_id: RequestId, now_s: float) -> None:
-        self._progress[request_id] = _Progress(now_s)
+    def submitted(self, request: GenerationRequest, now_s: float) -> None:
+        self._progress[request.request_id] = _Progress(now_s, request.has_output)
 
     def delivered(self, request_id: RequestId, event: GenerationEvent, now_s: float) -> None:
         """Account for one event; the last one ends the request."""
@@ -69,6 +70,8 @@ class RequestMetrics:
                     self._metrics.inc("pdserve_admission_rejections", reason=error.code)
 
     def _tokens(self, progress: _Progress, num_tokens: int, now_s: float) -> None:
+        if not progress.has_output:
+            return
         self._metrics.inc("pdserve_generation_tokens", num_tokens)
         if progress.last_tokens_s is None:
             self._metrics.observe("pdserve_time_to_first_token_seconds", now_s - progress.submitted_s)

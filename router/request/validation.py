@@ -51,17 +51,13 @@ _PLAIN.remove("min_tokens")
 
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
-    """Ready to submit. `echo_text` is the prompt to repeat before the output; None = do not.
-
-    `has_output` False: the client wants its prompt alone; the one token that is drawn all the same is not shown.
-    """
+    """Ready to submit. `echo_text` is the prompt to repeat before the output; None = do not."""
 
     generation: GenerationRequest
     text: TextOptions
     tenant: Tenant
     echo_text: str | None = None
     form: Format | None = None  # how to tell an answer's parts apart; None = all of it is text
-    has_output: bool = True
 
 
 class Validator:
@@ -109,11 +105,10 @@ class Validator:
             decode_worker_id=check.length("decode_worker_id", pins.decode_worker_id, limits.MAX_REQUEST_ID_LENGTH),
             force_colocated=pins.force_colocated,
             num_prompt_logprobs=check.num_prompt_logprobs(),
+            has_output=spec.max_tokens != 0,
         )
         echo_text = spec.prompt.text if isinstance(spec.prompt, TextPrompt) else ""
-        options, has_output = check.text_options(), spec.max_tokens != 0
-        echoed = echo_text if spec.echo else None
-        return ValidRequest(generation, options, tenant, echoed, has_output=has_output)
+        return ValidRequest(generation, check.text_options(), tenant, echo_text if spec.echo else None)
 
 
 class _Checks:

@@ -45,7 +45,7 @@ class CountedSimulation(Simulation):
 
     def submit(self, spec: GenerationRequest) -> None:
         self.received[spec.request_id] = [(self.now_s, None)]
-        self._metrics.submitted(spec.request_id, self.now_s)
+        self._metrics.submitted(spec, self.now_s)
         super().submit(spec)
 
     def _perform(self, effects: list[RouterEffect]) -> None:
@@ -56,26 +56,28 @@ class CountedSimulation(Simulation):
         super()._perform(effects)
 
 
-def ledger(received: list[tuple[float, GenerationEvent | None]], books: Books) -> None:
-    """What one client knows, by its own reckoning."""
+def ledger(received: list[tuple[float, GenerationEvent | None]], has_output: bool, books: Books) -> None:
+    """What one client knows, by its own reckoning; who asked for its prompt alone was given no token."""
     before_s, has_tokens = received[0][0], False
     for now_s, event in received[1:]:
         match event:
             case Accepted():
                 books.inc("pdserve_prefills", role=(event.prefill_worker_id.startswith("d") and "decode") or "prefill")
             case Tokens(tokens):
+                ends = [token.finish_reason for token in tokens if token.finish_reason]
+                books.counts.update(("pdserve_request_finished", reason) for reason in ends)
+                if not has_output:
+                    continue
                 kind = "pdserve_inter_token_latency_seconds" if has_tokens else "pdserve_time_to_first_token_seconds"
                 books.observe(kind, now_s - before_s)
                 books.inc("pdserve_generation_tokens", len(tokens))
-                for token in tokens:
-                    if token.finish_reason:
-                        books.inc("pdserve_request_finished", reason=token.finish_reason)
                 before_s, has_tokens = now_s, True
             case Failed(error):
                 books.inc("pdserve_requests", status="failed", error_type=error.code)
                 if error.code == "queue_full":
                     books.inc("pdserve_admission_rejections", reason=error.code)
             case Finished():
+                assert has_output or event.num_completion_tokens == 0
                 finished(event, books)
 
 
@@ -112,9 +114,10 @@ def test_every_metric_of_requests_is_what_the_clients_can_reckon(seed: int) -> N
     sim.fault_rate = 0.0
     sim.run(60.0)
     expected = Books()
-    for received in sim.received.values():
+    for request_id, received in sim.received.items():
         assert isinstance(received[-1][1], Finished | Failed), "a request without an end"
-        ledger(received, expected)
+        ledger(received, sim.specs[request_id].has_output, expected)
+    assert not all(spec.has_output for spec in sim.specs.values())
     assert sim.books.counts == expected.counts
     assert {key: sorted(values) for key, values in sim.books.values.items()} == {
         key: sorted(values) for key, values in expected.values.items()

@@ -69,6 +69,8 @@ class Simulation:
         spec = request(name, self.rng.randint(1, 80), num_choices=num_choices, priority=priority, deadline_s=600.0)
         spec = replace(spec, sampling=sampling, token_ids=tuple(self.rng.randrange(60) for _ in spec.token_ids))
         spec = replace(spec, num_prompt_logprobs=random.Random(name).choice((None, None, 0)))
+        if spec.num_prompt_logprobs == 0 and random.Random(f"{name} alone").random() < 0.5:
+            spec = replace(spec, sampling=replace(sampling, max_tokens=1), has_output=False)
         self.submit(spec)
         return spec
 

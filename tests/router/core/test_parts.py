@@ -140,7 +140,7 @@ def test_request_metrics_come_from_the_events() -> None:
     recorded = Recorded()
     metrics = RequestMetrics(recorded)
     request_id = RequestId("r")
-    metrics.submitted(request_id, 10.0)
+    metrics.submitted(request("r"), 10.0)
     metrics.delivered(request_id, Tokens((token(0),)), 10.5)
     metrics.delivered(request_id, Tokens((token(1), token(2, finish=FinishReason.STOP))), 10.7)
     kv = {"kv_bytes": 9, "kv_chunks": 1, "kv_exposed_s": 0.01, "decode_queue_s": 0.02}
@@ -161,7 +161,7 @@ def test_refusals_at_the_door_are_counted_apart_from_failures() -> None:
     recorded = Recorded()
     metrics = RequestMetrics(recorded)
     for error in (Overloaded("full"), WorkerFailed("lost")):
-        metrics.submitted(RequestId("r"), 0.0)
+        metrics.submitted(request("r"), 0.0)
         metrics.delivered(RequestId("r"), Failed(error), 1.0)
     assert recorded.of("pdserve_admission_rejections") == [(1.0, {"reason": "queue_full"})]
     assert [labels["error_type"] for _, labels in recorded.of("pdserve_requests")] == ["queue_full", "worker_lost"]
@@ -170,11 +170,11 @@ def test_refusals_at_the_door_are_counted_apart_from_failures() -> None:
 @pytest.mark.parametrize("sink", [Metrics("tiny", "router", "router-0"), NullMetrics()])
 def test_every_metric_named_here_is_in_the_list(sink: Metrics | NullMetrics) -> None:
     metrics = RequestMetrics(sink)
-    metrics.submitted(RequestId("r"), 0.0)
+    metrics.submitted(request("r"), 0.0)
     metrics.delivered(RequestId("r"), Tokens((token(0),)), 0.5)
     metrics.delivered(RequestId("r"), Tokens((token(1, finish=FinishReason.STOP),)), 0.7)
     metrics.delivered(RequestId("r"), Finished(64, 2, 48, RequestTimings(kv_chunks=1)), 0.9)
-    metrics.submitted(RequestId("r"), 0.0)
+    metrics.submitted(request("r"), 0.0)
     metrics.delivered(RequestId("r"), Failed(Overloaded("full")), 1.0)
 
 
