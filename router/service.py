@@ -9,8 +9,9 @@ import hashlib
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import assert_never
 
 from common.cluster.protocol import PrefixIndexReader, Registry
@@ -21,7 +22,7 @@ from common.values.config import RouterConfig
 from common.values.errors import InvalidRequest, NoReadyPair, PdserveError, RequestCancelled
 from common.values.hashing import block_hashes, hash_root
 from common.values.ids import BlockHash, RequestId, RouterId, WorkerRef
-from common.values.messages import Role, WorkerState
+from common.values.messages import Role, WorkerInfo, WorkerState, WorkerStats
 from router.core.core import RouterCore
 from router.core.events import (
     ChoiceStopped,
@@ -43,7 +44,7 @@ from router.core.events import (
 from router.core.generation import Failed, Finished, GenerationEvent, GenerationRequest
 from router.core.router_limits import RouterLimits
 from router.core.workers import Worker
-from router.front.service_protocol import ClusterState, JsonObject, Readiness, WorkerView
+from router.front.service_protocol import ClusterState, JsonObject, RankView, Readiness, WorkerView
 from router.observe.event_log import EventLog
 from router.observe.recent import Recent, RecentView
 from router.observe.request_metrics import NullMetrics, RequestMetrics, RouterMetrics
@@ -329,4 +330,10 @@ def _view(worker: Worker, now_s: float) -> WorkerView:
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         step_s=stats.step_s,
         silent_s=max(0.0, now_s - worker.heard_s),
+        ranks=tuple(_ranks(info, stats)),
     )
+
+
+def _ranks(info: WorkerInfo, stats: WorkerStats) -> Iterator[RankView]:
+    for rank, (process, silent_s) in enumerate(zip_longest(info.ranks, stats.ranks_silent_s[: len(info.ranks)])):
+        yield RankView(rank, process.pid, process.device, silent_s or 0.0)

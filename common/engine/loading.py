@@ -63,6 +63,16 @@ class LoadedModel:
         """All of the model's KV."""
         return self.shards or self.cache
 
+    @property
+    def rank_pids(self) -> tuple[int, ...]:
+        """The processes that run the model together, this one first."""
+        return (os.getpid(), *(self.others.pids if self.others is not None else ()))
+
+    @property
+    def ranks_silent_s(self) -> tuple[float, ...]:
+        """For how long nothing was heard of each rank, this one too; () if there is only this one."""
+        return (0.0, *self.others.silent_s) if self.others is not None else ()
+
     def close(self) -> None:
         """End the processes of the other ranks."""
         if self.others is not None:

@@ -73,6 +73,14 @@ RouterMessage = RouterHello | Reserve | Prefill | Cancel | Drain
 
 
 @dataclass(frozen=True, slots=True)
+class RankProcess:
+    """One of the processes that run a worker's model together."""
+
+    pid: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """Who a worker is. First message on a stream; never changes during an incarnation."""
 
@@ -87,6 +95,7 @@ class WorkerInfo:
     fingerprint: Fingerprint
     handoff_address: str = ""  # decode workers: where prefill workers reach them
     device: str = "cpu"
+    ranks: tuple[RankProcess, ...] = ()  # the first is the worker's own process; () = not said
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +220,7 @@ class WorkerStats:
     step_s: float = 0.0
     num_preemptions: int = 0
     num_held_attempts: int = field(default=0)
+    ranks_silent_s: tuple[float, ...] = ()  # per rank; () where all of the model runs in one process
 
 
 @dataclass(frozen=True, slots=True)

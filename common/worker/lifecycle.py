@@ -33,7 +33,7 @@ from common.tls.identity import Identity
 from common.values.addresses import join_address
 from common.values.config import WorkerConfig
 from common.values.ids import BlockHash, RouterId, WorkerRef
-from common.values.messages import Cancel, Drain, Prefill, Reserve, Role, WorkerInfo, WorkerStats
+from common.values.messages import Cancel, Drain, Prefill, RankProcess, Reserve, Role, WorkerInfo, WorkerStats
 from common.wire.grpc_options import peer_server_options
 from common.wire.pb import worker_pb2_grpc
 from common.wire.undecodable import RefuseUndecodable
@@ -268,6 +268,7 @@ def _describe(context: WorkerContext, address: str) -> WorkerInfo:
         fingerprint=loaded.fingerprint,
         handoff_address=address if config.role == "decode" else "",
         device=loaded.device.place.type,
+        ranks=tuple(RankProcess(pid, loaded.device.place.type) for pid in loaded.rank_pids),
     )
 
 

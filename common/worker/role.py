@@ -7,6 +7,7 @@ handoff sessions, the rest is the same for both.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from common.cores.core_loop import CoreLoop
@@ -82,7 +83,8 @@ class RoleShell:
         self._loop.post(DrainRequested(grace_s))
 
     def stats(self) -> WorkerStats:
-        return with_health(self._core.stats(time.monotonic()), self._executor.step_age_s, self._context.config)
+        stats = with_health(self._core.stats(time.monotonic()), self._executor.step_age_s, self._context.config)
+        return replace(stats, ranks_silent_s=self._context.loaded.ranks_silent_s)
 
     def audit(self, info: WorkerInfo) -> Audit:
         return audit(info, self._core, time.monotonic(), self._context.loaded.runner.rank)

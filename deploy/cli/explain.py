@@ -46,8 +46,9 @@ def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield from _decisions(record["decisions"])
     yield ""
+    widths = _widths(record["decisions"])
     for attempt in record["attempts"]:
-        yield _attempt(attempt)
+        yield _attempt(attempt, widths)
 
 
 def waterfall_of(record: Mapping[str, Any]) -> Waterfall:
@@ -108,17 +109,25 @@ def _candidates(decision: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
         yield (_ms(decision["at_s"]), decision["role"], *where, note)
 
 
-def _attempt(attempt: Mapping[str, Any]) -> str:
-    prefill = "local" if attempt["is_local"] else _worker(attempt["prefill_worker"])
+def _widths(decisions: list[Mapping[str, Any]]) -> dict[str, int]:
+    """How many ranks each worker has that a request could have gone to."""
+    candidates = [candidate for decision in decisions for candidate in decision["candidates"]]
+    return {candidate["worker_id"]: candidate["num_ranks"] for candidate in candidates}
+
+
+def _attempt(attempt: Mapping[str, Any], widths: Mapping[str, int]) -> str:
+    prefill = "local" if attempt["is_local"] else _worker(attempt["prefill_worker"], widths)
     try_note = f" (try {attempt['prefill_try'] + 1})" if attempt["prefill_try"] > 0 else ""
     state = attempt["end_reason"] or attempt["phase"]
-    where = f"prefill {prefill}{try_note}, decode {_worker(attempt['decode_worker'])}"
+    where = f"prefill {prefill}{try_note}, decode {_worker(attempt['decode_worker'], widths)}"
     return f"attempt {attempt['attempt']}: {where}: {state}"
 
 
-def _worker(reference: str) -> str:
-    """Its name, without which of its lives it was."""
-    return reference.partition("#")[0] or "-"
+def _worker(reference: str, widths: Mapping[str, int]) -> str:
+    """Its name, without which of its lives it was, and how many ranks it has if there are several."""
+    name = reference.partition("#")[0]
+    width = widths.get(name, 1)
+    return f"{name} of {width} ranks" if width > 1 else name or "-"
 
 
 def _ms(seconds: float) -> str:

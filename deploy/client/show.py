@@ -19,6 +19,7 @@ _COLUMNS = (
 )
 
 _NUM_CHANGES = 3
+SILENT_S = 2.0  # a rank is heard of several times a second
 DEFAULT_SERVER = "127.0.0.1:50051"
 DEFAULT_URL = "http://127.0.0.1:8000"
 # Longer than what a decode worker prefills itself, as a shell writes it.
@@ -29,7 +30,7 @@ def table(rows: Sequence[Sequence[object]]) -> list[str]:
     """Rows as aligned columns, the first row as their names; numbers to the right."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[idx]) for row in texts) for idx in range(len(texts[0]))]
-    is_number = [all(row[idx].isdigit() for row in texts[1:]) and len(texts) > 1 for idx in range(len(widths))]
+    is_number = [_is_numeric([row[idx] for row in texts[1:]]) for idx in range(len(widths))]
     lines = []
     for row in texts:
         cells = zip(row, widths, is_number, strict=True)
@@ -39,11 +40,31 @@ def table(rows: Sequence[Sequence[object]]) -> list[str]:
     return lines
 
 
+def _is_numeric(cells: Sequence[str]) -> bool:
+    filled = [cell for cell in cells if cell]
+    return bool(filled) and all(cell.isdigit() for cell in filled)
+
+
 def workers_table(workers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line per worker, with its queue and its KV blocks."""
+    """One line per worker, with its queue and its KV blocks, and beneath one per rank where there are several."""
     header = [name for name, _ in _COLUMNS]
     ordered = sorted(workers, key=lambda worker: (worker["role"] == "decode", worker["worker_id"]))
-    return table([header, *([worker.get(key, "") for _, key in _COLUMNS] for worker in ordered)])
+    lines = (line for worker in ordered for line in (worker, *_rank_lines(worker)))
+    return table([header, *([line.get(key, "") for _, key in _COLUMNS] for line in lines)])
+
+
+def _rank_lines(worker: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Its processes, in the columns of a worker: the device stands where a worker has its address."""
+    ranks = worker.get("ranks", ())
+    return [
+        {
+            "worker_id": f"  rank {rank['rank']}",
+            "state": "alive" if rank["silent_s"] < SILENT_S else f"silent for {rank['silent_s']:.0f} s",
+            "pid": rank["pid"],
+            "address": rank["device"],
+        }
+        for rank in (ranks if len(ranks) > 1 else ())
+    ]
 
 
 def routers_table(routers: Sequence[Mapping[str, Any]]) -> list[str]:

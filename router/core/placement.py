@@ -59,6 +59,7 @@ class Placer:
         speed = decode.stats.prefill_tokens_per_s or max((w.stats.prefill_tokens_per_s for w in workers), default=0.0)
         here = Candidate(
             worker_id=decode.info.ref.worker_id,
+            num_ranks=decode.num_ranks,
             cost=policy.prefill_cost_s(decode.tokens.value, num_missing, speed),
             load=policy.prefill_cost_s(decode.tokens.value, 0, speed),
             num_cached_tokens=attempt.promised(decode.ref),
@@ -97,6 +98,7 @@ class Placer:
         load = policy.decode_load(worker.blocks.value, info.num_blocks, worker.sequences.value, info.max_num_seqs)
         return Candidate(
             worker_id=info.ref.worker_id,
+            num_ranks=worker.num_ranks,
             cost=policy.decode_cost(load, num_tokens - num_cached, num_tokens),
             load=load,
             num_cached_tokens=num_cached,
@@ -119,6 +121,7 @@ class Placer:
         num_uncached, speed = len(attempt.token_ids) - num_cached, worker.stats.prefill_tokens_per_s
         return Candidate(
             worker_id=worker.info.ref.worker_id,
+            num_ranks=worker.num_ranks,
             cost=policy.prefill_cost_s(num_waiting, num_uncached, speed),
             load=policy.prefill_cost_s(num_waiting, 0, speed),
             num_cached_tokens=num_cached,

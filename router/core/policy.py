@@ -52,6 +52,7 @@ class Candidate:
     """
 
     worker_id: str
+    num_ranks: int = 1
     cost: float = 0.0
     load: float = 0.0  # the part of the cost that others cause
     num_cached_tokens: int = 0

@@ -69,6 +69,11 @@ class Worker:
         return self.info.ref
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that run its model together."""
+        return max(1, len(self.info.ranks))
+
+    @property
     def is_decode(self) -> bool:
         return self.info.role is Role.DECODE
 
@@ -158,7 +163,7 @@ class Worker:
 
 
 def _is_plausible(stats: WorkerStats) -> bool:
-    numbers = astuple(replace(stats, state=WorkerState.READY))[1:]
+    numbers = (*astuple(replace(stats, state=WorkerState.READY, ranks_silent_s=()))[1:-1], *stats.ranks_silent_s)
     return all(math.isfinite(number) and number >= 0 for number in numbers)
 
 

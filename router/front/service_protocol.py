@@ -18,6 +18,16 @@ JsonObject = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
+class RankView:
+    """One of the processes that run a worker's model together. `silent_s`: since its worker heard of it."""
+
+    rank: int
+    pid: int
+    device: str
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerView:
     """A worker as the router sees it now. The field names are those of `/admin/v1/state`.
 
@@ -48,6 +58,7 @@ class WorkerView:
     prefill_tokens_per_s: float = 0.0
     step_s: float = 0.0
     silent_s: float = 0.0  # since it last said anything
+    ranks: tuple[RankView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,13 @@ async def test_output_does_not_depend_on_either_width(tiny_model: Path, prefill:
     with running_cluster(tiny_model, *DISAGGREGATED, config=widths(prefill, decode)) as cluster:
         found = [len(ranks_of(*cluster.workers(role))) for role in ("prefill", "decode")]
         assert found == [prefill - 1, decode - 1]
+        for worker in cluster.workers():
+            pids = [worker["pid"], *(rank.pid for rank in ranks_of(worker))]
+            assert sorted(rank["pid"] for rank in worker["ranks"]) == sorted(pids)
+        lines = cluster.cli("status").stdout
+        assert lines.count("alive") == sum(width for width in (prefill, decode) if width > 1)
         cases = random_cases(12, seed=5)
         assert wrong(tiny_model, cases, await run_all(cluster.url, "tiny", cases)) == []
         records = cluster.get("/admin/v1/requests?limit=12")["requests"]
         assert {record["attempts"][-1]["is_local"] for record in records} == {False}
+        assert f"prefill prefill-0 of {prefill} ranks, decode" in cluster.cli("explain", "--last").stdout

@@ -14,7 +14,7 @@ from common.values.hashing import block_hashes, hash_root
 from common.values.ids import RequestId, WorkerRef
 from common.values.messages import Cancel, Drain, Prefill, Reserve, Role, WorkerState
 from router.core.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, Tokens
-from router.front.service_protocol import GenerationService
+from router.front.service_protocol import GenerationService, RankView
 from router.service import RouterService
 from tests.router.core.kit import BLOCK_SIZE, FINGERPRINT, request
 from tests.router.fake_workers import expected_output
@@ -152,12 +152,14 @@ async def test_the_index_steers_and_the_salt_separates() -> None:
 
 async def test_state_shows_what_workers_report() -> None:
     async with cluster("p0", "d0") as (service, workers):
-        stats = idle_stats(workers["d0"], num_running=3, kv_blocks_used=7, kv_blocks_free=57)
+        numbers = {"num_running": 3, "kv_blocks_used": 7, "kv_blocks_free": 57, "ranks_silent_s": (0.0, 1.25)}
+        stats = idle_stats(workers["d0"], **numbers)
         workers["d0"].send(stats)
         await until(lambda: any(worker.running == 3 for worker in service.state().workers))
         view = next(worker for worker in service.state().workers if worker.worker_id == "d0")
         assert (view.role, view.kv_blocks_used, view.kv_blocks_free, view.kv_blocks_total) == (Role.DECODE, 7, 57, 64)
         assert view.address.startswith("127.0.0.1:")
+        assert view.ranks == (RankView(0, 1, "cpu", 0.0), RankView(1, 2, "cpu", 1.25))
 
 
 async def test_drained_worker_hears_it_and_gets_no_new_work() -> None:
@@ -215,6 +217,7 @@ async def test_record_of_a_finished_request_shows_decisions_and_timings() -> Non
             ("decode", "d0"),
             ("prefill", "p0"),
         ]
+        assert {each["num_ranks"] for decision in decisions for each in decision["candidates"]} == {2}
         assert service.request_records(10) == [record]
         assert service.request_record(RequestId("unknown")) is None
 

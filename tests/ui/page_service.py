@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from common.cluster.prefix_index.stats import WorkerIndexStats
 from common.values.ids import RequestId
 from common.values.messages import Role, WorkerState
-from router.front.service_protocol import ClusterState, JsonObject, WorkerView
+from router.front.service_protocol import ClusterState, JsonObject, RankView, WorkerView
 from router.observe.recent import TransferRate
 from router.tenants.access import Access
 from tests.router.front.http_rig import HttpRig, http_rig, ids, open_access
@@ -50,8 +50,9 @@ def worker(worker_id: str, role: Role, *, used: int, held: int, cached: int, **f
     return replace(base, **fields)
 
 
+RANKS = tuple(RankView(idx, 4711 + idx, "cpu", 5.2 * (idx == 2)) for idx in range(3))
 WORKERS = (
-    worker("prefill-0", Role.PREFILL, used=210, held=90, cached=400, waiting_uncached_tokens=1536),
+    worker("prefill-0", Role.PREFILL, used=210, held=90, cached=400, waiting_uncached_tokens=1536, ranks=RANKS),
     worker("prefill-1", Role.PREFILL, used=60, held=0, cached=150),
     worker("decode-0", Role.DECODE, used=520, held=40, cached=300, running=17),
     worker("decode-1", Role.DECODE, used=130, held=0, cached=90, num_preemptions=2),
@@ -67,7 +68,7 @@ TRANSFERS = (
 
 def record(request_id: str, status: str = "finished", **fields: object) -> dict[str, object]:
     """A request as the router remembers it."""
-    candidate = {"load": 0.1, "recent_placements": 0, "last_chosen": 1, "refusal": ""}
+    candidate = {"num_ranks": 3, "load": 0.1, "recent_placements": 0, "last_chosen": 1, "refusal": ""}
     candidates = [
         {"worker_id": "prefill-0", "cost": 0.412, "num_cached_tokens": 512, **candidate},
         {"worker_id": "prefill-1", "cost": 0.655, "num_cached_tokens": 0, **candidate, "refusal": "queue is full"},

@@ -118,6 +118,7 @@ def test_changes_arrive_without_a_reload(tab: Browser, page: Served) -> None:
 def test_what_tooltips_say_is_also_text(tab: Browser) -> None:
     select(tab, LONG_ID)
     assert "210 used, 90 held, 400 cached, 300 free of 1,000 KV blocks" in tab.text(".pool.prefill")
+    assert "3 ranks: 4711, 4712, 4713 silent for 5 s" in tab.text(".pool.prefill")
     tab.script("document.querySelector('.marks').open = true")
     rows = tab.script("return [...document.querySelectorAll('.marks tr')].map(r => r.innerText.split('\\t'))")
     assert rows[0] == ["24.0 ms", "prefill chunk 1", "512 tokens in 100 ms"]

@@ -88,6 +88,12 @@ class RankProcesses:
     def pids(self) -> tuple[int, ...]:
         return tuple(other.process.pid for other in self._others)
 
+    @property
+    def silent_s(self) -> tuple[float, ...]:
+        """For how long nothing was heard of each."""
+        now_s = time.monotonic()
+        return tuple(max(0.0, now_s - other.heard_s) for other in self._others)
+
     def wait_until_loaded(self) -> None:
         """Raises CheckpointError, RankLost."""
         self._expect("loading")

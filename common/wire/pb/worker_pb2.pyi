@@ -356,6 +356,7 @@ class WorkerInfo(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     HANDOFF_ADDRESS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     role: _builtins.str
@@ -370,6 +371,10 @@ class WorkerInfo(_message.Message):
     @_builtins.property
     def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Two workers pair only when every field is equal (model digest, dtype, layout, protocol version)."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankProcess]:
+        """The processes that run the worker's model together, in the order of their ranks: the first is the worker's own."""
 
     def __init__(
         self,
@@ -386,14 +391,37 @@ class WorkerInfo(_message.Message):
         fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         handoff_address: _builtins.str = ...,
         device: _builtins.str = ...,
+        ranks: _abc.Iterable[Global___RankProcess] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "handoff_address", b"handoff_address", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "handoff_address", b"handoff_address", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "ranks", b"ranks", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class RankProcess(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    device: _builtins.str
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+        device: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankProcess: _TypeAlias = RankProcess  # noqa: Y015
 
 @_typing.final
 class AttemptId(_message.Message):
@@ -1140,6 +1168,7 @@ class WorkerStats(_message.Message):
     STEP_S_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     NUM_HELD_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    RANKS_SILENT_S_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -1152,6 +1181,10 @@ class WorkerStats(_message.Message):
     step_s: _builtins.float
     num_preemptions: _builtins.int
     num_held_attempts: _builtins.int
+    @_builtins.property
+    def ranks_silent_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """For how long nothing was heard of each rank, in their order. Empty where all of the model runs in one process."""
+
     def __init__(
         self,
         *,
@@ -1167,10 +1200,11 @@ class WorkerStats(_message.Message):
         step_s: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
         num_held_attempts: _builtins.int = ...,
+        ranks_silent_s: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_blocks_cached", b"kv_blocks_cached", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_held", b"kv_blocks_held", "kv_blocks_used", b"kv_blocks_used", "num_held_attempts", b"num_held_attempts", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_uncached_tokens", b"num_waiting_uncached_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "state", b"state", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_blocks_cached", b"kv_blocks_cached", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_held", b"kv_blocks_held", "kv_blocks_used", b"kv_blocks_used", "num_held_attempts", b"num_held_attempts", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_uncached_tokens", b"num_waiting_uncached_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "ranks_silent_s", b"ranks_silent_s", "state", b"state", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,6 +18,7 @@ from common.values.messages import (
     HandoffReport,
     Prefill,
     PromptScored,
+    RankProcess,
     Refused,
     Reserve,
     Role,
@@ -102,6 +103,7 @@ WORKER_MESSAGES: list[WorkerMessage] = [
         fingerprint=Fingerprint((("dtype", "float32"), ("model", "abc"))),
         handoff_address="127.0.0.1:1234",
         device="cuda:0",
+        ranks=(RankProcess(4242, "cuda:0"), RankProcess(4243, "cuda:1")),
     ),
     Granted(ATTEMPT, 48, is_local=True),
     Refused(ATTEMPT, "too long", is_retryable=True, prefill_try=7),
@@ -124,7 +126,7 @@ WORKER_MESSAGES: list[WorkerMessage] = [
     ),
     TransferFailed(ATTEMPT, 2, "link lost"),
     AttemptFailed(ATTEMPT, "step failed", is_retryable=True, prefill_try=1),
-    WorkerStats(WorkerState.DRAINING, 1, 2, 300, 4, 5, 6, 7, 1234.5, 0.0125, 8, 9),
+    WorkerStats(WorkerState.DRAINING, 1, 2, 300, 4, 5, 6, 7, 1234.5, 0.0125, 8, 9, (0.0, 1.5)),
 ]
 
 

@@ -39,7 +39,7 @@ def test_explain_shows_outcome_time_route_and_attempts(page: Served, capsys: pyt
     assert "prompt computed to first decode step: " in text
     assert "<- chosen: lowest cost" in text
     assert "queue is full" in text
-    assert "attempt 0: prefill prefill-0, decode decode-0: decode-1 lost: silent for 4 s" in text
+    assert "attempt 0: prefill prefill-0 of 3 ranks, decode decode-0: decode-1 lost: silent for 4 s" in text
 
 
 def test_explain_prints_the_record_as_json(page: Served, capsys: pytest.CaptureFixture[str]) -> None:

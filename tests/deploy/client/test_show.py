@@ -31,6 +31,17 @@ def test_workers_are_listed_by_role_with_queues_and_blocks() -> None:
     ]
 
 
+def test_beneath_a_worker_of_several_ranks_stands_each_of_them() -> None:
+    ranks = [{"rank": idx, "pid": 17 + idx, "device": "cpu", "silent_s": 4.6 * idx} for idx in range(2)]
+    lines = show.workers_table([worker("decode-0", "decode") | {"ranks": ranks}])
+    assert [line.split() for line in lines[2:]] == [
+        ["rank", "0", "alive", "17", "cpu"],
+        ["rank", "1", "silent", "for", "5", "s", "18", "cpu"],
+    ]
+    assert lines[0].index("pid") + 1 == lines[1].index("17") == lines[3].index("18")
+    assert len(show.workers_table([worker("decode-0", "decode") | {"ranks": ranks[:1]}])) == 2
+
+
 def test_a_pool_without_workers_shows_the_header_alone() -> None:
     assert len(show.workers_table([])) == 1
 

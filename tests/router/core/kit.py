@@ -11,6 +11,7 @@ from common.values.messages import (
     Granted,
     HandoffReport,
     Prefill,
+    RankProcess,
     Reserve,
     Role,
     RouterMessage,
@@ -56,6 +57,7 @@ def worker_info(
         max_model_len=512,
         max_num_seqs=8,
         pid=1,
+        ranks=(RankProcess(1), RankProcess(2)),
         fingerprint=fingerprint,
         handoff_address=f"{worker_id}:9" if role is Role.DECODE else "",
     )

@@ -5,6 +5,7 @@ import { h, keyed, setText, toast } from "./dom.js";
 import { count, percent } from "./format.js";
 import { byRole } from "./topology.js";
 
+const SILENT_S = 2; // a rank is heard of several times a second
 const BLOCKS = ["used", "held", "cached", "free"];
 
 export function drawPools({ state, pools, loading }) {
@@ -95,8 +96,15 @@ function updateWorker(item, worker) {
   bar.setAttribute("aria-label", `KV blocks of ${worker.worker_id}: ${parts.join(", ")}`);
   BLOCKS.forEach((kind, idx) => (bar.children[idx].style.flexGrow = worker[`kv_blocks_${kind}`]));
   setText(note, `${worker.running} running, ${worker.waiting} waiting · ${parts.join(", ")} of `
-    + `${count(worker.kv_blocks_total)} KV blocks · ${worker.device || "cpu"}`
+    + `${count(worker.kv_blocks_total)} KV blocks · ${worker.device || "cpu"}${ranks(worker)}`
     + (worker.num_preemptions ? ` · ${count(worker.num_preemptions)} preemptions` : ""));
+}
+
+// Its processes, if there are several: the pid of each, and for how long one that should be heard of is silent.
+function ranks({ ranks: all }) {
+  if (!(all?.length > 1)) return "";
+  const each = all.map(({ pid, silent_s: silent }) => `${pid}${silent < SILENT_S ? "" : ` silent for ${silent.toFixed(0)} s`}`);
+  return ` · ${all.length} ranks: ${each.join(", ")}`;
 }
 
 // Sizes that were typed for another router are not this one's.

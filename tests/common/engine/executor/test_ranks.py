@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from common.engine.contract.executor import ExecutorEvent, LayerComputed, StepFa
 from common.engine.contract.plan import SampleSpec, ScheduledSequence, StepPlan
 from common.engine.executor.local import LocalExecutor
 from common.engine.executor.rank_channel import Step, decode, encode_step
+from common.engine.executor.ranks import BEATS_PER_LEASE
 from common.engine.loading import LoadedModel, load_model, refit
 from common.values.config import ModelConfig, WorkerConfig
 from common.values.request import SamplingParams
 from tests.caches import planes_of
 from tests.common.engine.drive import Generation, blocks_for, run_all
 from tests.tiny_model import TinyModel, write_tiny_model
+from tests.waiting import until
 
 MODEL = TinyModel(num_heads=9, num_kv_heads=3, num_layers=3)
 TABLE = (3, 1, 6)
@@ -115,6 +118,25 @@ def test_another_block_size_is_taken_by_every_rank(path: Path) -> None:
         other = refit(loaded, config_of(path, 2, block_size=32, num_blocks=40))
         assert other.cache.num_blocks == (40,)
         assert [each.output for each in run(other, generations(32, 40))] == before
+
+
+async def is_silent(loaded: LoadedModel, limit_s: float) -> bool:
+    return loaded.ranks_silent_s[2] > limit_s
+
+
+async def test_every_rank_is_told_of_with_its_silence(one: LoadedModel, path: Path) -> None:
+    assert (one.rank_pids, one.ranks_silent_s) == ((os.getpid(),), ())
+    with closing(load_model(config_of(path, 3))) as loaded:
+        assert loaded.others is not None
+        assert loaded.rank_pids == (os.getpid(), *loaded.others.pids)
+        os.kill(loaded.others.pids[1], signal.SIGSTOP)
+        try:
+            beats_s = 3 * config_of(path, 3).lease_s / BEATS_PER_LEASE
+            await until(partial(is_silent, loaded, beats_s))
+            assert len(loaded.ranks_silent_s) == 3
+            assert loaded.ranks_silent_s[0] == 0.0 <= loaded.ranks_silent_s[1] < loaded.ranks_silent_s[2]
+        finally:
+            os.kill(loaded.others.pids[1], signal.SIGCONT)
 
 
 def run(loaded: LoadedModel, batch: list[Generation]) -> list[Generation]:
