@@ -15,7 +15,7 @@ from importlib import metadata
 from typing import Literal
 
 from common.values.addresses import join_address
-from common.values.config import ClusterConfig
+from common.values.config import ClusterConfig, WorkerSettings
 
 Status = Literal["ok", "warning", "failed"]
 EXIT_FOUND_FAULTS = 3
@@ -61,7 +61,8 @@ def checks_for(purpose: str) -> list[Callable[[ClusterConfig], Finding]]:
     anywhere: list[Callable[[ClusterConfig], Finding]] = [python, files, processes, disk, cache, model, redis]
     router = [router_certificates, http_port, grpc_port]
     worker = [worker_certificates, torch, operators, gpu, nccl, gloo, link]
-    chosen = {"router": router, "worker": worker, "up": [*router, *worker, shared_memory, ray]}
+    cluster = [*router, *worker, all_ranks, shared_memory, ray]
+    chosen = {"router": router, "worker": [*worker, ranks], "up": cluster}
     return [*anywhere, *chosen[purpose]]
 
 
@@ -314,7 +315,36 @@ def link(config: ClusterConfig) -> Finding:
     return Finding("link", "warning" if rate < floor else "ok", found, fix)
 
 
+def ranks(config: ClusterConfig) -> Finding:
+    """What a worker of the widest pool needs: a processor for each rank, and memory for each rank's KV."""
+    return _ranks(max(config.prefill_worker, config.decode_worker, key=lambda each: each.tensor_parallel_size))
+
+
+def _ranks(*workers: WorkerSettings) -> Finding:
+    from deploy.worker.env import num_cores
+    from deploy.worker.memory import free_memory
+
+    widths = [each.tensor_parallel_size for each in workers]
+    num_bytes = sum(each.tensor_parallel_size * each.kv_cache_bytes for each in workers)
+    found = f"{sum(widths)} of {len(widths)} workers, {num_bytes / 1e9:.1f} GB of KV"
+    if max(widths, default=1) == 1:
+        return Finding("ranks", "ok", "every worker is one process")
+    if num_bytes > (free := free_memory()):
+        fix = "lower kv_cache_bytes, which is meant for each rank, or tensor_parallel_size"
+        return Finding("ranks", "failed", f"{found}; {free / 1e9:.1f} GB of memory are free", fix)
+    if sum(widths) > (cores := num_cores()):
+        fix = "ranks wait for each other in every layer: give each a processor, or lower tensor_parallel_size"
+        return Finding("ranks", "warning", f"{found}; {cores} processors", fix)
+    return Finding("ranks", "ok", found)
+
+
 # ---- a whole cluster --------------------------------------------------------------------------------
+
+
+def all_ranks(config: ClusterConfig) -> Finding:
+    """As `ranks`, of all workers that `up` starts."""
+    pools = config.pools
+    return _ranks(*[config.prefill_worker] * pools.prefill, *[config.decode_worker] * pools.decode)
 
 
 def shared_memory(config: ClusterConfig) -> Finding:

@@ -160,6 +160,26 @@ def test_limits_have_a_threshold_and_a_fix(
     assert (finding.status, fix in finding.fix) == (status, True), finding
 
 
+@pytest.mark.parametrize(
+    ("width", "cores", "free_bytes", "status", "said"),
+    [
+        (1, 1, 0, "ok", "every worker is one process"),
+        (3, 4, 8 << 30, "ok", "4 of 2 workers, 2.1 GB of KV"),
+        (3, 3, 8 << 30, "warning", "3 processors"),
+        (3, 4, 1 << 30, "failed", "1.1 GB of memory are free"),
+    ],
+)
+def test_ranks_need_a_processor_and_memory_each(
+    width: int, cores: int, free_bytes: int, status: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.worker.env.num_cores", lambda: cores)
+    monkeypatch.setattr("deploy.worker.memory.free_memory", lambda: free_bytes)
+    config = CONFIG.model_copy(update={"prefill_worker": WorkerSettings(tensor_parallel_size=width)})
+    finding = doctor.all_ranks(config)
+    assert (finding.status, said in finding.found) == (status, True), finding
+    assert bool(finding.fix) == (status != "ok")
+
+
 def test_nccl_that_is_wanted_and_not_there_fails() -> None:
     wanted = CONFIG.model_copy(update={"decode_worker": WorkerSettings(transport="nccl")})
     import torch
