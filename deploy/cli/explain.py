@@ -38,6 +38,8 @@ def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
         f"prompt {record['num_prompt_tokens']} tokens ({record['num_cached_tokens']} cached), "
         f"answer {record['num_completion_tokens']}, retries {record['num_retries']}"
     )
+    if record["num_returned"] < record["num_choices"]:
+        yield f"choices: {record['num_choices']}, the best {record['num_returned']} by mean logprob were returned"
     if record["num_drafts"]:
         yield f"speculation: {record['num_accepted_drafts']} of {record['num_drafts']} drafted tokens accepted"
     yield ""

@@ -12,15 +12,16 @@ class GenerationRequest:
     """A validated, tokenized request. Stop strings are not here: text is the front end's business.
 
     `deadline_s` is the time left. `prefill_worker_id` and `decode_worker_id` pin a worker (debugging);
-    `force_colocated` makes the decode worker prefill the whole prompt itself. `num_prompt_logprobs`: see `Work`.
-    `has_output` False: the client wants its prompt alone; the one token that is drawn all the same is neither shown
-    nor counted.
+    `force_colocated` makes the decode worker prefill the whole prompt itself. `num_prompt_logprobs`: see `Work`. Of
+    `num_choices` the client gets the `num_best` best; None = all, as they come. `has_output` False: the client wants
+    its prompt alone; the one token that is drawn all the same is neither shown nor counted.
     """
 
     request_id: RequestId
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     num_choices: int = 1
+    num_best: int | None = None
     priority: int = 0
     cache_salt: bytes = b""
     deadline_s: float = 600.0
@@ -31,6 +32,11 @@ class GenerationRequest:
     trace_parent: str = ""  # W3C traceparent, as the client sent it
     num_prompt_logprobs: int | None = None
     has_output: bool = True
+
+    @property
+    def num_returned(self) -> int:
+        """Choices that the client gets."""
+        return self.num_choices if self.num_best is None else self.num_best
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ def _made(request: Request, now_s: float, last: Finished | Failed | None) -> Rec
         "message": last.error.message if isinstance(last, Failed) else "",
         "age_s": now_s - request.arrived_s,
         "num_choices": len(request.choices),
+        "num_returned": request.spec.num_returned,
         "num_prompt_tokens": len(request.spec.token_ids),
         "num_completion_tokens": request.num_completion_tokens,
         "num_cached_tokens": request.num_cached_tokens,

@@ -165,7 +165,8 @@ class Frontend:
                     if deltas := output.push(event.tokens):
                         yield Deltas(deltas)
                 case Finished():
-                    yield output.summary(event)
+                    for update in output.finished(event):
+                        yield update
                     return
                 case Failed():
                     _check_aborted(event, entry, request.generation.deadline_s)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from common.values.errors import PdserveError
 from common.values.request import PromptLogprobs, TokenEvent
 from router.core.generation import Accepted, Finished, RequestTimings
+from router.front.best_choices import BestChoices
 from router.front.in_flight import Entry
 from router.front.service_protocol import GenerationService
 from router.request.validation import ValidRequest
@@ -23,7 +24,8 @@ class Deltas:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Last update of a request: every choice has ended. `num_completion_tokens` counts what the client was given."""
+    """Last update of a request: every choice has ended. `num_completion_tokens` counts what was generated for
+    the client: choices that were not among the best, too."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
@@ -51,10 +53,15 @@ class RequestOutput:
         self._formatted = (
             [] if form is None else [FormattedChoice(form, f"{self._request_id}/{idx}") for idx in range(num_choices)]
         )
+        num_best = request.generation.num_best
+        self._best = None if num_best is None else BestChoices(num_choices, num_best)
         self.accepted: Accepted | None = None
 
     def push(self, events: Sequence[TokenEvent]) -> tuple[ChoiceDelta, ...]:
-        """Take the tokens of a step; a choice that meets a stop string is stopped in the service too."""
+        """Take the tokens of a step; a choice that meets a stop string is stopped in the service too.
+
+        Nothing is told before the end where only the best choices are wanted.
+        """
         deltas = []
         for event in events:
             delta = self._choices[event.choice_idx].push(event)
@@ -63,13 +70,14 @@ class RequestOutput:
             deltas.append(self._told_apart(delta))
             if delta.end is not None and delta.end.stop_string is not None and event.finish_reason is None:
                 self._service.stop_choice(self._request_id, event.choice_idx)
-        return tuple(deltas)
+        return self._wanted(deltas)
 
-    def summary(self, finished: Finished) -> Summary:
-        """Raises when the service says "finished" and a choice has no end: an empty success is no success."""
+    def finished(self, finished: Finished) -> list[Update]:
+        """The last updates. Raises when the service says "finished" and a choice has no end: an empty success is no
+        success."""
         if not all(choice.is_ended for choice in self._choices):
             raise PdserveError("the request ended without all of its output")
-        return self._summary(finished.num_cached_tokens, finished.timings)
+        return [*self._of_best(), self._summary(finished.num_cached_tokens, finished.timings)]
 
     def unfinished(self, entry: Entry) -> list[Update]:
         """What to say when the service stops without a word: an abort has an end, anything else is an error."""
@@ -77,9 +85,20 @@ class RequestOutput:
             raise entry.error
         if not entry.is_aborted:
             raise PdserveError("the request ended without an outcome")
-        deltas = tuple(self._told_apart(delta) for choice in self._choices if (delta := choice.abort()) is not None)
+        ends = [self._told_apart(delta) for choice in self._choices if (delta := choice.abort()) is not None]
+        deltas = self._wanted(ends)
         num_cached_tokens = self.accepted.num_cached_tokens if self.accepted else 0
-        return [Deltas(deltas), self._summary(num_cached_tokens, RequestTimings())]
+        return [Deltas(deltas), *self._of_best(), self._summary(num_cached_tokens, RequestTimings())]
+
+    def _wanted(self, deltas: list[ChoiceDelta]) -> tuple[ChoiceDelta, ...]:
+        """What the client hears of now."""
+        if self._best is None:
+            return tuple(deltas)
+        self._best.add(deltas)
+        return ()
+
+    def _of_best(self) -> list[Update]:
+        return [] if self._best is None else [Deltas(self._best.deltas())]
 
     def _told_apart(self, delta: ChoiceDelta) -> ChoiceDelta:
         return self._formatted[delta.choice_idx].apply(delta) if self._formatted else delta

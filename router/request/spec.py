@@ -67,6 +67,7 @@ class Stated(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     n: Annotated[int, within(1, limits.MAX_CHOICES)] | None = None
+    best_of: Annotated[int, within(1, limits.MAX_CHOICES)] | None = None
     temperature: Annotated[float, within(0, 2)] | None = None
     top_p: Annotated[float, within(0, 1, has_low=False)] | None = None
     top_k: Annotated[int, within(-1)] | None = None

@@ -9,6 +9,7 @@ What is accepted (everything else is an InvalidRequest that names the field): nu
     max_tokens           1 or more; prompt + max_tokens within the model's context. 0 with echo or prompt_logprobs, for
                          nothing but those
     min_tokens           0 ... max_tokens
+    best_of              n ... 8, not with stream
     logprobs             0 ... 20; prompt_logprobs as well
     logit_bias           300 entries, ids of the vocabulary
     stop                 4 strings of 1 ... 64 characters
@@ -91,12 +92,14 @@ class Validator:
         check = _Checks(spec, self._model, self._encode, self._default_max_tokens)
         check.prompt(token_ids)
         sampling = check.sampling(len(token_ids), self._seeds, grammar)
+        num_choices, num_best = check.choices()
         stated, pins = spec.stated, spec.pins
         generation = GenerationRequest(
             request_id=request_id,
             token_ids=tuple(token_ids),
             sampling=sampling,
-            num_choices=check.within("n", 1 if stated.n is None else stated.n),
+            num_choices=num_choices,
+            num_best=num_best,
             priority=check.within("priority", stated.priority or 0, low=tenant.min_priority),
             cache_salt=tenant.cache_salt(check.length("cache_salt", stated.cache_salt, limits.MAX_CACHE_SALT_LENGTH)),
             tenant=tenant.name,
@@ -144,11 +147,23 @@ class _Checks:
             logit_bias=self._logit_bias(),
             allowed_token_ids=allowed_ids,
             bad_words=self._bad_words(allowed_ids, stop_ids),
-            num_logprobs=self._num_logprobs(),
+            num_logprobs=self._num_logprobs_drawn(),
             stop_token_ids=tuple(dict.fromkeys(stop_ids)),
             grammar=grammar,
             **self._numbers(),
         )
+
+    def choices(self) -> tuple[int, int | None]:
+        """How many are generated, and how many of them are returned: None = all, as they come."""
+        num_returned = self.within("n", 1 if self._stated.n is None else self._stated.n)
+        best_of = self._stated.best_of
+        if best_of in (None, 1) and num_returned == 1:
+            return 1, None
+        if best_of is None:
+            return num_returned, None
+        if not self._spec.is_whole:
+            raise self._invalid("best_of", "is not available with stream: which choices are best shows at the end")
+        return self.within("best_of", best_of, low=num_returned), num_returned
 
     def within(self, field: str, value: Any, low: float | None = None, high: float | None = None) -> Any:
         """`low` and `high`: this request's own limits, where the field's are wider."""
@@ -277,6 +292,11 @@ class _Checks:
         if value is not None and not 0 <= value <= limits.MAX_LOGPROBS:
             raise self._invalid("logprobs", f"must be between 0 and {limits.MAX_LOGPROBS}, got {_shortened(value)}")
         return value
+
+    def _num_logprobs_drawn(self) -> int | None:
+        """Choices are ranked by the logprobs of their tokens, whether the client hears of those or not."""
+        num_logprobs = self._num_logprobs()
+        return 0 if num_logprobs is None and self.choices()[1] is not None else num_logprobs
 
     def _in_vocabulary(self, field: str, token_id: int) -> None:
         if not 0 <= token_id < self._model.vocab_size:

@@ -5,6 +5,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 
 import grpc
 import httpx
@@ -20,7 +21,7 @@ from common.wire.pb import generation_pb2_grpc
 from tests.cluster.cluster import Cluster, running_cluster
 from tests.cluster.load import Case, random_cases, run_all, wrong
 from tests.common.engine import drive as driving
-from tests.one_process import generate
+from tests.one_process import generate, generate_tokens
 
 DISAGGREGATED = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
 
@@ -45,6 +46,19 @@ async def test_prompts_prefilled_locally_and_shipped_ones_give_the_tokens_of_one
     assert wrong(tiny_model, cases, await run_all(crowded.url, "tiny", cases, at_once=4)) == []
     records = crowded.get("/admin/v1/requests?limit=20")["requests"]
     assert {record["attempts"][-1]["is_local"] for record in records} == {True, False}
+
+
+async def test_the_best_of_several_choices_are_those_of_one_process(crowded: Cluster, tiny_model: Path) -> None:
+    case = random_cases(1, seed=11, max_tokens=12)[0]
+    params = SamplingParams(seed=5, max_tokens=12, temperature=0.9, num_logprobs=0)
+    choices = generate_tokens(tiny_model, case.token_ids, params, range(6))
+    ranked = sorted(choices, key=lambda tokens: -mean(token.logprob or 0.0 for token in tokens))
+    body = {**case.body("tiny"), "stream": False, "temperature": 0.9, "seed": 5, "n": 2, "best_of": 6}
+    async with httpx.AsyncClient(timeout=120) as client:
+        reply = (await client.post(f"{crowded.url}/v1/completions", json=body)).json()
+    expected = [[token.token_id for token in tokens] for tokens in ranked[:2]]
+    assert [choice["token_ids"] for choice in reply["choices"]] == expected
+    assert reply["usage"]["completion_tokens"] == 6 * 12
 
 
 async def test_bad_words_are_kept_out_as_in_one_process_over_both_apis(crowded: Cluster, tiny_model: Path) -> None:

@@ -60,18 +60,21 @@ class GenerateCall:
             self._deltas.append(delta)
 
     async def _finish(self, summary: Summary) -> None:
-        for index in range(self._valid.generation.num_choices):
+        num_discarded = summary.num_completion_tokens - sum(end.num_tokens for end in self._ends.values())
+        for index in range(self._valid.generation.num_returned):
             if not self._request.stream:
                 await self._write_chunk(_joined(index, self._deltas))
             has_timings = self._request.output.return_timings
-            await self._write(finished=finished_pb(index, self._ends[index], summary, has_timings=has_timings))
+            end = self._ends[index]
+            await self._write(finished=finished_pb(index, end, summary, num_discarded, has_timings=has_timings))
 
     async def _write_chunk(self, delta: ChoiceDelta) -> None:
         index = delta.choice_idx
         if index not in self._echoed:
             self._echoed.add(index)
             await self._write_prompt(index)
-        num_logprobs = self._valid.generation.sampling.num_logprobs
+        output = self._request.output
+        num_logprobs = output.logprobs if output.HasField("logprobs") else None
         await self._write(chunk=chunk_pb(delta, num_logprobs, self._frontend.token_texts))
 
     async def _write_prompt(self, index: int) -> None:

@@ -68,7 +68,9 @@ def add_prompt_logprobs(
         first = pb.TokenChunk(index=first.index)
 
 
-def finished_pb(index: int, end: ChoiceEnd, summary: Summary, *, has_timings: bool) -> pb.Finished:
+def finished_pb(
+    index: int, end: ChoiceEnd, summary: Summary, num_discarded_tokens: int, *, has_timings: bool
+) -> pb.Finished:
     """`usage` counts this choice's tokens; the prompt's are the same for every choice."""
     finished = pb.Finished(
         index=index,
@@ -77,6 +79,7 @@ def finished_pb(index: int, end: ChoiceEnd, summary: Summary, *, has_timings: bo
             prompt_tokens=summary.num_prompt_tokens,
             completion_tokens=end.num_tokens,
             cached_tokens=summary.num_cached_tokens,
+            discarded_tokens=num_discarded_tokens,
         ),
     )
     if end.stop_string is not None:

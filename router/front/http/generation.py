@@ -80,7 +80,7 @@ class _Job:
     @property
     def num_choices(self) -> int:
         """Of each prompt."""
-        return self.requests[0].generation.num_choices
+        return self.requests[0].generation.num_returned
 
     def prompt(self, index: int) -> ScoredPrompt:
         """That of a choice."""

@@ -21,7 +21,6 @@ NotOffered = Annotated[Any, "not offered"]
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_tools": ([],),
     "annotations": ([],),
-    "best_of": (1,),
     "continue_final_message": (False,),
     "documents": ([],),
     "functions": ([],),
@@ -39,7 +38,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 _ADVICE = {
-    "best_of": "use n",
     "functions": "use tools",
     "function_call": "use tool_choice and tool_calls",
     "request_id": "send it as the X-Request-Id header",

@@ -48,7 +48,6 @@ class GenerationBody(Stated, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: Ignored = None
     user: Ignored = None
     allowed_tools: NotOffered = None
-    best_of: NotOffered = None
     documents: NotOffered = None
     length_penalty: NotOffered = None
     request_id: NotOffered = None

@@ -23,6 +23,7 @@ def completion_specs(body: CompletionBody, deadline_s: float | None) -> list[Req
             num_logprobs=body.logprobs,
             deadline_s=deadline_s,
             constraint=constraint_of(body),
+            is_whole=not body.stream,
             echo=bool(body.echo),
             scores_echo=bool(body.echo) and body.logprobs is not None,
             api_names=_API_NAMES,
