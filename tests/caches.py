@@ -2,9 +2,12 @@
 
 import torch
 
+from common.checkpoint import ModelSpec
+from common.checkpoint.families import layers_of
 from common.engine.contract.kv_spec import KVGroup, KVSpec, Plane
 from common.engine.kv.attention_planes import attention_planes
 from common.engine.kv.cache import KVCache
+from common.engine.kv.latent_planes import planes_of as planes_of_layer
 
 
 def attention_spec(
@@ -13,6 +16,12 @@ def attention_spec(
     """Keys and values of layers that are all in one group."""
     group = KVGroup(tuple(range(num_layers)), attention_planes(num_kv_heads, head_dim, dtype))
     return KVSpec(block_size, (group,))
+
+
+def kv_spec_in_one_group(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> KVSpec:
+    """What a model's tokens leave behind, all layers in one group, those with a window too."""
+    (layer, *_) = layers_of(spec)
+    return KVSpec(block_size, (KVGroup(tuple(range(spec.num_layers)), planes_of_layer(layer, dtype)),))
 
 
 def row_spec(num_layers: int, bytes_per_token_layer: int, block_size: int = 16) -> KVSpec:

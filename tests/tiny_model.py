@@ -30,13 +30,14 @@ CHAT_TEMPLATE = (
 CLASSES = {
     **{"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2"},
     **{"gemma3": "Gemma3", "phi3": "Phi3", "granite": "Granite", "gpt_oss": "GptOss", "glm4_moe": "Glm4Moe"},
+    **{"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"},
     **{"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"},
 }
 # Where the experts lie, the router and the names of an expert's gate, up and down.
 _QWEN_PARTS = ("mlp", "gate", "gate_proj", "up_proj", "down_proj")
 EXPERT_PARTS = {
     "mixtral": ("block_sparse_moe", "gate", "w1", "w3", "w2"),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"), _QWEN_PARTS),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"), _QWEN_PARTS),
 }
 NUM_EXPERTS, NUM_ACTIVE, EXPERT_SIZE, SHARED_SIZE = 8, 3, 32, 96
 EXPERT_FIELDS = {
@@ -46,6 +47,17 @@ EXPERT_FIELDS = {
 }
 
 
+# The latents of DeepSeek: what queries and keys come from, and of each head what turns, what does not, and the value.
+QUERY_RANK, KV_RANK, TURNING, KEY_SIZE, VALUE_SIZE = 24, 32, 8, 16, 24
+LATENT_FIELDS: dict[str, Any] = {
+    **{"kv_lora_rank": KV_RANK, "qk_rope_head_dim": TURNING, "qk_nope_head_dim": KEY_SIZE, "v_head_dim": VALUE_SIZE},
+    **{"n_routed_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_ACTIVE, "moe_intermediate_size": EXPERT_SIZE},
+    **{"n_shared_experts": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
+    "rope_scaling": {
+        **{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1},
+        **{"mscale": 0.707, "mscale_all_dim": 1.0},
+    },
+}
 WINDOW = 5
 # What only some have in config.json.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -69,6 +81,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 3, "n_group": 4, "topk_group": 2, "use_qk_norm": True},
         **{"routed_scaling_factor": 1.5, "norm_topk_prob": True, "attention_bias": True, "first_k_dense_replace": 0},
     },
+    "deepseek_v2": LATENT_FIELDS | {"q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": LATENT_FIELDS | {"q_lora_rank": QUERY_RANK, "norm_topk_prob": True},
     "granite": {
         **{"embedding_multiplier": 3.0, "attention_multiplier": 0.4},
         **{"residual_multiplier": 0.6, "logits_scaling": 1.5},
@@ -92,6 +106,7 @@ class TinyModel:
     max_position: int = 2048
     tie_embeddings: bool = False
     has_biases: bool = False  # of attention, and of the MLP where the family can have them
+    num_dense_layers: int = 0  # the first ones, of DeepSeek, have no experts
     seed: int = 0
     dtype: torch.dtype = torch.float32
 
@@ -102,7 +117,9 @@ class TinyModel:
 
 # One of each family.
 FAMILIES = {name: TinyModel(architecture=name) for name in CLASSES} | {
-    "gemma3": TinyModel(architecture="gemma3", num_layers=4, tie_embeddings=True)
+    "gemma3": TinyModel(architecture="gemma3", num_layers=4, tie_embeddings=True),
+    "deepseek_v2": TinyModel(architecture="deepseek_v2", num_kv_heads=4, head_dim=TURNING),
+    "deepseek_v3": TinyModel(architecture="deepseek_v3", num_kv_heads=4, head_dim=TURNING, num_dense_layers=1),
 }
 
 
@@ -137,6 +154,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _config(model: TinyModel) -> dict[str, Any]:
     biases = {"attention_bias": True, "mlp_bias": model.architecture == "llama"} if model.has_biases else {}
     fields: dict[str, Any] = FIELDS.get(model.architecture, {}) | biases
+    if "kv_lora_rank" in fields:
+        fields |= {"first_k_dense_replace": model.num_dense_layers}
     return fields | {
         "architectures": [f"{CLASSES[model.architecture]}ForCausalLM"],
         "model_type": "gemma3_text" if model.architecture == "gemma3" else model.architecture,
@@ -169,6 +188,7 @@ def _tensors(model: TinyModel) -> dict[str, torch.Tensor]:
         return randn(num_out, num_in, std=gain * num_in**-0.5)
 
     hidden, q_size, kv_size = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    fields = FIELDS.get(model.architecture, {})
     tensors = {"model.embed_tokens.weight": randn(model.vocab_size, hidden, std=1.0)}
     for layer in range(model.num_layers):
         prefix = f"model.layers.{layer}"
@@ -183,10 +203,12 @@ def _tensors(model: TinyModel) -> dict[str, torch.Tensor]:
             f"{prefix}.mlp.up_proj.weight": linear(model.intermediate_size, hidden, gain=1.5),
             f"{prefix}.mlp.down_proj.weight": linear(hidden, model.intermediate_size, gain=1.5),
         }
-        if model.architecture in EXPERT_PARTS:
+        if model.architecture in EXPERT_PARTS and layer >= model.num_dense_layers:
             for part in ("gate", "up", "down"):
                 del tensors[f"{prefix}.mlp.{part}_proj.weight"]
             tensors |= _experts(model, prefix, linear)
+        if "kv_lora_rank" in fields:
+            _make_latent(model, prefix, fields["q_lora_rank"], randn, tensors)
         if model.architecture == "gpt_oss":
             _make_gpt_oss(model, prefix, randn, tensors)
         _change(model, prefix, randn, tensors)
@@ -239,15 +261,40 @@ def _experts(model: TinyModel, prefix: str, linear: Callable[..., torch.Tensor])
         of_expert = f"{prefix}.{where}.experts.{expert}"
         tensors |= {f"{of_expert}.{part}.weight": linear(inner, hidden, gain=1.5) for part in (gate, up)}
         tensors[f"{of_expert}.{down}.weight"] = linear(hidden, inner, gain=1.5)
-    if model.architecture in ("qwen2_moe", "glm4_moe"):
-        shared = f"{prefix}.mlp.shared_expert{'s' if model.architecture == 'glm4_moe' else ''}"
+    if model.architecture in ("qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"):
+        shared = f"{prefix}.mlp.shared_expert{'' if model.architecture == 'qwen2_moe' else 's'}"
         tensors |= {f"{shared}.{part}_proj.weight": linear(SHARED_SIZE, hidden, gain=1.5) for part in ("gate", "up")}
         tensors[f"{shared}.down_proj.weight"] = linear(hidden, SHARED_SIZE, gain=1.5)
     if model.architecture == "qwen2_moe":
         tensors[f"{shared}_gate.weight"] = linear(1, hidden)
-    if model.architecture == "glm4_moe":
+    if model.architecture in ("glm4_moe", "deepseek_v3"):
         tensors[f"{prefix}.mlp.gate.e_score_correction_bias"] = linear(NUM_EXPERTS, 1, gain=0.2)[:, 0].contiguous()
     return tensors
+
+
+def _make_latent(
+    model: TinyModel,
+    prefix: str,
+    query_rank: int | None,
+    randn: Callable[..., torch.Tensor],
+    tensors: dict[str, torch.Tensor],
+) -> None:
+    """In place of q, k and v: latents, and queries straight or through a rank of their own."""
+    attention, hidden, heads = f"{prefix}.self_attn", model.hidden_size, model.num_heads
+    for part in "qkv":
+        del tensors[f"{attention}.{part}_proj.weight"]
+    queries = heads * (KEY_SIZE + TURNING)
+    shapes = {"q_proj": (queries, hidden)}
+    if query_rank is not None:
+        shapes = {"q_a_proj": (query_rank, hidden), "q_b_proj": (queries, query_rank)}
+        tensors[f"{attention}.q_a_layernorm.weight"] = 1 + randn(query_rank, std=0.1)
+    shapes["kv_a_proj_with_mqa"] = (KV_RANK + TURNING, hidden)
+    shapes["kv_b_proj"] = (heads * (KEY_SIZE + VALUE_SIZE), KV_RANK)
+    shapes["o_proj"] = (hidden, heads * VALUE_SIZE)
+    tensors |= {
+        f"{attention}.{name}.weight": randn(*shape, std=1.5 * shape[1] ** -0.5) for name, shape in shapes.items()
+    }
+    tensors[f"{attention}.kv_a_layernorm.weight"] = 1 + randn(KV_RANK, std=0.1)
 
 
 def _make_gpt_oss(

@@ -62,6 +62,17 @@ GLM4_MOE_NAMES: Mapping[str, str] = MappingProxyType(
         **{f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
     }
 )
+DEEPSEEK_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **GLM4_MOE_NAMES,
+        "q_down": "self_attn.q_a_proj",
+        "q_down_norm": "self_attn.q_a_layernorm",
+        "q_up": "self_attn.q_b_proj",
+        "latent": "self_attn.kv_a_proj_with_mqa",
+        "latent_norm": "self_attn.kv_a_layernorm",
+        "latent_up": "self_attn.kv_b_proj",
+    }
+)
 GPT_OSS_NAMES: Mapping[str, str] = MappingProxyType(
     {
         **LLAMA_NAMES,
@@ -124,6 +135,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3": Family(("Qwen3ForCausalLM",), _with_head_norms),
         "gpt_oss": Family(("GptOssForCausalLM",), _with_sinks, GPT_OSS_NAMES, activation="clamped"),
         "glm4moe": Family(("Glm4MoeForCausalLM",), _without_output_bias, GLM4_MOE_NAMES),
+        "deepseek_v2": Family(("DeepseekV2ForCausalLM",), names=DEEPSEEK_NAMES),
+        "deepseek_v3": Family(("DeepseekV3ForCausalLM",), names=DEEPSEEK_NAMES),
         "granite": Family(("GraniteForCausalLM",), has_permuted_gguf=True),
         "phi3": Family(("Phi3ForCausalLM",), names=PHI3_NAMES),
         "mixtral": Family(("MixtralForCausalLM",), names=MIXTRAL_NAMES, has_permuted_gguf=True),
@@ -152,7 +165,7 @@ def layers_of(spec: ModelSpec) -> tuple[LayerSpec, ...]:
 
 
 def _plain_layer(spec: ModelSpec, idx: int, window: int, activation: Activation) -> LayerSpec:
-    of_all = Rope(spec.rope_theta, spec.rope_scaling, spec.rotary_size)
+    of_all = Rope(spec.rope_theta, spec.rope_scaling, spec.rotary_size, spec.has_interleaved_rope)
     rope = spec.window_rope if window and spec.window_rope is not None else of_all
     scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
     return LayerSpec(
@@ -163,7 +176,7 @@ def _plain_layer(spec: ModelSpec, idx: int, window: int, activation: Activation)
         intermediate_size=spec.intermediate_size,
         norm_eps=spec.rms_norm_eps,
         rope=rope,
-        attention=AttentionOptions(scale, window, spec.attention_soft_cap),
+        attention=AttentionOptions(scale, window, spec.attention_soft_cap, spec.latent.rank if spec.latent else 0),
         activation=activation,
         qk_norm="head" if spec.has_head_norms else "none",
         qkv_bias=spec.attention_bias,
@@ -171,4 +184,5 @@ def _plain_layer(spec: ModelSpec, idx: int, window: int, activation: Activation)
         mlp_bias=spec.mlp_bias,
         residual_scale=spec.residual_scale,
         experts=None if idx in spec.dense_layers else spec.experts,
+        latent=spec.latent,
     )

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypedDict
 
+from common.checkpoint.deepseek import deepseek_shape, is_deepseek, latent_scale, read_latent
 from common.checkpoint.families import FAMILIES
 from common.checkpoint.gemma3 import gemma3_of_config
 from common.checkpoint.hf_attention import layer_windows
@@ -14,7 +15,7 @@ from common.checkpoint.rope import DynamicScaling, Rope
 from common.checkpoint.spec import CheckpointError, ModelSpec
 
 
-class GraniteFields(TypedDict, total=False):
+class ScaleFields(TypedDict, total=False):
     """Fields of `ModelSpec`."""
 
     embedding_scale: float
@@ -50,6 +51,17 @@ ABSENT: Mapping[str, Config] = {
         **{"moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128},
         **{"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     },
+    "DeepseekV2ForCausalLM": {
+        **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+        **{"v_head_dim": 128, "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2},
+        **{"routed_scaling_factor": 1.0, "topk_method": "greedy", "norm_topk_prob": False},
+    },
+    "DeepseekV3ForCausalLM": {
+        **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+        **{"v_head_dim": 128, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1},
+        **{"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8},
+        **{"first_k_dense_replace": 3, "norm_topk_prob": True},
+    },
     "GptOssForCausalLM": {
         **{"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128},
         **{"attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4, "rope_theta": 150000.0},
@@ -71,6 +83,7 @@ BIASES: Mapping[str, tuple[str, ...]] = {
     "attention_bias": tuple(f"{name}ForCausalLM" for name in _WITH_BIAS),
     "mlp_bias": ("LlamaForCausalLM", "GraniteForCausalLM"),
 }
+DRAFTING = ("glm4moe", "deepseek_v3")  # their files may have layers that only draft
 ACTIVATIONS = {
     "silu": ("hidden_act", "silu"),
     "clamped": ("hidden_act", "silu"),
@@ -82,6 +95,8 @@ def parse_config(config: Config) -> ModelSpec:
     """Raises CheckpointError that names the field when the model needs something that is not offered."""
     architecture = _architecture(config)
     config = {**ABSENT.get(config["architectures"][0], {}), **config}
+    if is_deepseek(architecture):
+        config = deepseek_shape(config)
     _refuse_unsupported(config, architecture)
     read_quantization(config)
     num_layers = _required(config, "num_hidden_layers")
@@ -110,10 +125,11 @@ def parse_config(config: Config) -> ModelSpec:
         attention_bias=_has_bias(config, "attention_bias"),
         mlp_bias=_has_bias(config, "mlp_bias"),
         rotary_size=rope.size,
-        num_drafting_layers=int(config.get("num_nextn_predict_layers") or 0) if architecture == "glm4moe" else 0,
+        num_drafting_layers=int(config.get("num_nextn_predict_layers") or 0) if architecture in DRAFTING else 0,
         has_head_norms=architecture == "glm4moe" and bool(config.get("use_qk_norm")),
         **read_experts(architecture, config, num_layers),
-        **_granite(config, architecture),
+        **read_latent(architecture, config),
+        **_scales(config, architecture),
     )
     return spec if gemma3 is None else replace(spec, **gemma3[1])
 
@@ -128,8 +144,10 @@ def _has_bias(config: Config, name: str) -> bool:
     return config["architectures"][0] in BIASES[name] and bool(config.get(name, False))
 
 
-def _granite(config: Config, architecture: str) -> GraniteFields:
-    """{} for other families."""
+def _scales(config: Config, architecture: str) -> ScaleFields:
+    """{} for a family that has none of its own."""
+    if is_deepseek(architecture):
+        return {"attention_scale": latent_scale(config)}
     if architecture != "granite":
         return {}
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypedDict
 
+from common.checkpoint.deepseek import check_choice
 from common.checkpoint.gpt_oss import gpt_oss_experts
 from common.checkpoint.layers import Experts, Routing
 from common.checkpoint.spec import CheckpointError
@@ -52,19 +53,44 @@ def _qwen2_moe(config: Config, num_layers: int) -> ExpertFields:
 
 
 def _glm4_moe(config: Config, num_layers: int) -> ExpertFields:
+    plain = _routing(config, "n_routed_experts", is_normalized=bool(config.get("norm_topk_prob")))
+    routing = replace(_in_groups(config, plain, num_best=2), scores="sigmoid", has_choice_bias=True)
+    return _behind_dense_layers(config, routing, num_layers)
+
+
+def _deepseek_v2(config: Config, num_layers: int) -> ExpertFields:
+    routing = _routing(config, "n_routed_experts", is_normalized=False)
+    if config.get("topk_method") == "group_limited_greedy":
+        routing = _in_groups(config, routing, num_best=1)
+    else:
+        routing = replace(routing, scale=float(config["routed_scaling_factor"]))
+    check_choice("deepseek_v2", config, routing)
+    return _behind_dense_layers(config, routing, num_layers)
+
+
+def _deepseek_v3(config: Config, num_layers: int) -> ExpertFields:
+    fields = _glm4_moe(config, num_layers)
+    check_choice("deepseek_v3", config, fields["experts"].routing)
+    return fields
+
+
+def _in_groups(config: Config, routing: Routing, *, num_best: int) -> Routing:
     num_groups, num_active_groups = _count(config, "n_group"), _count(config, "topk_group")
-    routing = replace(
-        _routing(config, "n_routed_experts", is_normalized=bool(config.get("norm_topk_prob"))),
-        scores="sigmoid",
-        scale=float(config["routed_scaling_factor"]),
-        has_choice_bias=True,
-        num_groups=num_groups,
-        num_active_groups=num_active_groups,
-    )
-    if num_active_groups > num_groups or routing.num_experts % num_groups or routing.num_experts < 2 * num_groups:
+    size, rest = divmod(routing.num_experts, num_groups)
+    if num_active_groups > num_groups or rest or size < num_best:
         raise CheckpointError(
             f"config.json: n_group={num_groups}, topk_group={num_active_groups} do not fit the experts"
         )
+    return replace(
+        routing,
+        scale=float(config["routed_scaling_factor"]),
+        num_groups=num_groups,
+        num_active_groups=num_active_groups,
+        num_best_of_group=num_best,
+    )
+
+
+def _behind_dense_layers(config: Config, routing: Routing, num_layers: int) -> ExpertFields:
     inner = _count(config, "moe_intermediate_size")
     first = config.get("first_k_dense_replace") or 0
     experts = Experts(routing, inner, inner * _count(config, "n_shared_experts"))
@@ -77,6 +103,8 @@ def _gpt_oss(config: Config, num_layers: int) -> ExpertFields:
 
 
 READERS: Mapping[str, Callable[[Config, int], ExpertFields]] = {
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
     "glm4moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "mixtral": _mixtral,

@@ -32,11 +32,27 @@ class AttentionOptions:
     scale: float
     window: int = 0  # a token sees itself and the window - 1 tokens before it; 0 = all of them
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 = they stay
+    # Keys are latents, one row for all heads, and so many first numbers of it are the value; 0 = keys and values apart.
+    latent_rank: int = 0
 
     @property
     def is_plain(self) -> bool:
-        """Neither a window nor a soft cap."""
-        return not self.window and not self.soft_cap
+        """Neither a window nor a soft cap, over keys and values."""
+        return not self.window and not self.soft_cap and not self.latent_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """In place of keys and values: one row for all heads, of which each head's are products (DeepSeek-V2, 2024, 2.1).
+
+    The row is `rank` normalized numbers, then the `head_dim` of the layer, which RoPE turns: a part of the keys.
+    Attention never makes those products: queries are taken to the latents instead, and what was attended to back.
+    """
+
+    rank: int
+    key_size: int  # of each head's key, without the part that RoPE turns
+    value_size: int
+    query_rank: int = 0  # queries come from the hidden size through so many normalized numbers; 0 = straight
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +68,10 @@ class Routing:
     is_normalized: bool = False  # the weights of the chosen are divided by their sum
     scale: float = 1.0  # multiplies the weights
     has_choice_bias: bool = False  # added to the scores to choose by, not to the weights (DeepSeek-V3)
-    # Only experts of the best groups are chosen; a group is as good as its two best experts together.
+    # Only experts of the best groups are chosen; a group is as good as its best few experts together.
     num_groups: int = 1
     num_active_groups: int = 1
+    num_best_of_group: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +97,7 @@ class LayerSpec:
     hidden_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # with latents only what RoPE turns
     intermediate_size: int  # of the gated MLP: down(activation(gate(x)) * up(x))
     norm_eps: float
     rope: Rope
@@ -94,10 +111,11 @@ class LayerSpec:
     activation: Activation = "silu"
     experts: Experts | None = None  # None = the one MLP
     has_sinks: bool = False  # each head has a score more, of nothing, that takes its part of the softmax
+    latent: Latent | None = None  # None = keys and values
 
     @property
     def q_size(self) -> int:
-        return self.num_heads * self.head_dim
+        return self.num_heads * (self.head_dim + (self.latent.key_size if self.latent is not None else 0))
 
     @property
     def kv_size(self) -> int:
@@ -107,14 +125,25 @@ class LayerSpec:
     def weights(self) -> dict[str, tuple[int, ...]]:
         """The shape of each part's weight. A bias, where there is one, has the weight's first dimension."""
         hidden = self.hidden_size
-        attention = {
+        attention: dict[str, tuple[int, ...]] = {
             "q": (self.q_size, hidden),
             "k": (self.kv_size, hidden),
             "v": (self.kv_size, hidden),
             "output": (hidden, self.q_size),
         }
+        if self.latent is not None:
+            attention = self._latent_weights(self.latent)
         sinks = {"sinks": (self.num_heads,)} if self.has_sinks else {}
         return attention | sinks | self._mlp_weights | self.norm_weights
+
+    def _latent_weights(self, latent: Latent) -> dict[str, tuple[int, ...]]:
+        hidden, rank = self.hidden_size, latent.query_rank
+        return {
+            **({"q_down": (rank, hidden), "q_up": (self.q_size, rank)} if rank else {"q": (self.q_size, hidden)}),
+            "latent": (latent.rank + self.head_dim, hidden),
+            "latent_up": (self.num_heads * (latent.key_size + latent.value_size), latent.rank),  # key first
+            "output": (hidden, self.num_heads * latent.value_size),
+        }
 
     @property
     def _mlp_weights(self) -> dict[str, tuple[int, ...]]:
@@ -143,6 +172,9 @@ class LayerSpec:
         sizes = {"none": (), "head": (self.head_dim,) * 2, "full": (self.q_size, self.kv_size)}[self.qk_norm]
         of_qk = {f"{part}_norm": (size,) for part, size in zip("qk", sizes, strict=False)}
         places: dict[str, tuple[int, ...]] = {place: (self.hidden_size,) for place in self.norms}
+        if self.latent is not None:
+            places |= {"latent_norm": (self.latent.rank,)}
+            places |= {"q_down_norm": (self.latent.query_rank,)} if self.latent.query_rank else {}
         return places | of_qk
 
     @property

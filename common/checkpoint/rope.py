@@ -90,6 +90,7 @@ class Rope:
     theta: float
     scaling: RopeScaling | None = None
     size: int = 0  # 0 = the whole head
+    is_interleaved: bool = False  # the pairs are (2 i, 2 i + 1) instead
 
     def places(self, head_dim: int) -> list[int]:
         """The dimensions of a head in the order in which they are computed: pairs are half a head apart.
@@ -99,7 +100,15 @@ class Rope:
         size = self.size or head_dim
         left = list(range(size, head_dim))
         middle = len(left) // 2
-        return [*range(size // 2), *left[:middle], *range(size // 2, size), *left[middle:]]
+        first, second = (
+            (range(0, size, 2), range(1, size, 2))
+            if self.is_interleaved
+            else (
+                range(size // 2),
+                range(size // 2, size),
+            )
+        )
+        return [*first, *left[:middle], *second, *left[middle:]]
 
 
 def magnitude(factor: float, multiplier: float = 1.0) -> float:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from common.checkpoint.layers import Experts
+from common.checkpoint.layers import Experts, Latent
 from common.checkpoint.rope import DivisorScaling, LongRopeScaling, Rope, RopeScaling
 
 
@@ -38,6 +38,8 @@ class ModelSpec:
     attention_bias: bool = False  # of q, k, v and the output projection
     mlp_bias: bool = False
     rotary_size: int = 0  # the leading dimensions of a head that RoPE turns; 0 = all
+    has_interleaved_rope: bool = False
+    latent: Latent | None = None
     num_drafting_layers: int = 0  # behind the last layer, for speculation: not read
     experts: Experts | None = None
     dense_layers: frozenset[int] = frozenset()  # those that have the one MLP nevertheless

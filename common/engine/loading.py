@@ -23,8 +23,8 @@ from common.engine.executor.graphs import DecodeGraphs
 from common.engine.executor.ranks import RankedRunner, RankProcesses
 from common.engine.executor.runner import ModelRunner
 from common.engine.executor.self_test import self_test
-from common.engine.kv.attention_planes import attention_planes
 from common.engine.kv.cache import KVCache
+from common.engine.kv.latent_planes import planes_of
 from common.engine.kv.sharded import KVShards, new_shards
 from common.engine.kv.sizing import Demand, longest_sequence, num_blocks_asked_for, num_blocks_that_fit
 from common.engine.model.decoder import Decoder, build_decoder
@@ -270,13 +270,14 @@ def _new_runner(
 def kv_spec_of(spec: ModelSpec, kv_dtype: torch.dtype, block_size: int) -> KVSpec:
     """What a token of a model leaves behind: a group for each window, the one that sees all tokens first.
 
-    Raises ValueError where heads cannot be stored as codes.
+    Raises ValueError where heads, or latents, cannot be stored as codes.
     """
     layers_by_window: dict[int, list[int]] = {}
-    for number, layer in enumerate(layers_of(spec)):
+    layers = layers_of(spec)
+    for number, layer in enumerate(layers):
         layers_by_window.setdefault(layer.attention.window, []).append(number)
-    planes = attention_planes(spec.num_kv_heads, spec.head_dim, kv_dtype)
-    groups = (KVGroup(tuple(layers), planes, window) for window, layers in sorted(layers_by_window.items()))
+    planes = planes_of(layers[0], kv_dtype)
+    groups = (KVGroup(tuple(numbers), planes, window) for window, numbers in sorted(layers_by_window.items()))
     return KVSpec(block_size, tuple(groups))
 
 

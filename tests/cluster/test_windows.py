@@ -1,23 +1,25 @@
-"""A model with sliding and global layers, in a cluster that ships its KV: the tokens of transformers."""
+"""Models with other KV than keys and values of all tokens, in clusters that ship it: the tokens of transformers."""
 
 import asyncio
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.cluster.cluster import running_cluster
 from tests.common.engine.test_windows import MODEL, NUM_TOKENS, continuations
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import FAMILIES, TinyModel, write_tiny_model
 
 PROMPTS = tuple([(seed + 7 * idx) % 250 + 3 for idx in range(length)] for seed, length in enumerate((4, 37, 90, 150)))
 
 
-async def test_a_disaggregated_model_with_windows_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [MODEL, FAMILIES["deepseek_v3"]], ids=["windows", "latents"])
+async def test_a_disaggregated_model_gives_the_tokens_of_transformers(tmp_path: Path, model: TinyModel) -> None:
     """1. Chunks of 7, blocks of 16 and 8: each prompt alone, then again.  2. All at once on a decode worker that has
     too few blocks for them.
     """
-    path = write_tiny_model(tmp_path / "tiny", MODEL)
+    path = write_tiny_model(tmp_path / "tiny", model)
     expected = continuations(path, PROMPTS)
     config = {
         "prefill_worker": {"block_size": 16, "max_num_batched_tokens": 7},

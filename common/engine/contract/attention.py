@@ -47,6 +47,17 @@ class AttentionBackend(Protocol):
         """Rotate q and k (half-rotation form), write k and v to their slots; returns the rotated q."""
         ...
 
+    def rope_and_write_latent(
+        self,
+        q: torch.Tensor,  # [num_tokens, num_heads, head_dim]: what turns of the queries
+        latent: torch.Tensor,  # [num_tokens, rank + head_dim]
+        cos_sin: torch.Tensor,  # as above
+        kv: LayerKV,  # one plane, with rows [rank + head_dim]
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """Rotate q and the last `head_dim` of the latents, write those to their slots; returns the rotated q."""
+        ...
+
     def attend(
         self,
         q: torch.Tensor,
@@ -55,5 +66,8 @@ class AttentionBackend(Protocol):
         options: AttentionOptions,
         sinks: torch.Tensor | None = None,  # [num_heads] float32: a score of each head that no token has
     ) -> torch.Tensor:
-        """Causal attention of every new token over its sequence. Returns [num_tokens, num_heads, head_dim]."""
+        """Causal attention of every new token over its sequence. Returns [num_tokens, num_heads, head_dim].
+
+        Over latents (`AttentionOptions.latent_rank`) q has their size, and the result that of the rank.
+        """
         ...

@@ -72,16 +72,26 @@ class ExpertMlp:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LatentWeights:
+    """What takes queries to the latents, and what was attended to of those back to the heads; see `Latent`."""
+
+    query_up: Linear | None  # [query_rank] -> all queries; None = the first product makes them
+    key_up: torch.Tensor  # [num_heads, key_size, rank]
+    value_up: torch.Tensor  # [num_heads, rank, value_size]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     """One decoder layer with its weights."""
 
     spec: LayerSpec
     cos_sin: torch.Tensor  # [max_position, head_dim] float32: cos in the first half, sin in the second
-    norms: Mapping[str, torch.Tensor]  # by the places of `spec.norms`, and "q_norm" and "k_norm"
-    qkv: Linear
+    norms: Mapping[str, torch.Tensor]  # by the names of `spec.norm_weights`
+    qkv: Linear  # with latents: queries, or what they come from, and latents
     output: Linear
     mlp: Mlp | ExpertMlp
     sinks: torch.Tensor | None = None  # [num_heads] float32
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,7 +26,8 @@ def choose(
 def _of_best_groups(routing: Routing, scores: torch.Tensor) -> torch.Tensor:
     """-inf for the experts of all other groups."""
     grouped = scores.view(scores.shape[0], routing.num_groups, -1)
-    best = grouped.topk(2, dim=-1).values.sum(-1).topk(routing.num_active_groups, dim=-1).indices
+    of_groups = grouped.topk(routing.num_best_of_group, dim=-1).values.sum(-1)
+    best = of_groups.topk(routing.num_active_groups, dim=-1).indices
     hidden = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
     return grouped.masked_fill(hidden[..., None], float("-inf")).flatten(1)
 

@@ -1,6 +1,6 @@
 """Computes a layer one operator after another, as its `LayerSpec` says, and reads its weights by the family's names."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -8,17 +8,31 @@ import torch
 from common.checkpoint.layers import Experts, LayerSpec
 from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.collectives import Collectives
-from common.engine.contract.device import Device, ExpertMlp, ExpertWeights, GroupedMlp, Layer, Linear, Mlp
+from common.engine.contract.device import (
+    Device,
+    ExpertMlp,
+    ExpertWeights,
+    GroupedMlp,
+    LatentWeights,
+    Layer,
+    Linear,
+    Mlp,
+)
 from common.engine.contract.elementwise import activate
 from common.engine.model.experts import expert_mlp
+from common.engine.model.latent import read_latent_weights, values_of, write_latents
 from common.engine.model.parallel import summed, summed_experts
 from common.engine.model.weights import Weights
 
 
 def write_kv(layer: Layer, device: Device, hidden: torch.Tensor, kv: LayerKV, batch: AttentionBatch) -> torch.Tensor:
-    """Write K and V of all tokens [num_tokens, hidden_size]; returns the rotated queries [.., num_heads, head_dim]."""
+    """Write K and V, or the latents, of all tokens [num_tokens, hidden_size]; returns the rotated queries
+    [num_tokens, num_heads, head_dim], of the latents' size over those."""
     spec = layer.spec
-    parts = layer.qkv(_norm(layer, device, hidden, "before_attention"))
+    normed = _norm(layer, device, hidden, "before_attention")
+    if layer.latent is not None:
+        return write_latents(layer, device, normed, kv, batch)
+    parts = layer.qkv(normed)
     q, k, v = torch.split_with_sizes(parts, (spec.q_size, spec.kv_size, spec.kv_size), dim=1)
     if spec.qk_norm == "full":
         q, k = _norm(layer, device, q, "q_norm"), _norm(layer, device, k, "k_norm")
@@ -30,7 +44,8 @@ def write_kv(layer: Layer, device: Device, hidden: torch.Tensor, kv: LayerKV, ba
 
 def attend(layer: Layer, device: Device, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim]"""
-    return device.attention.attend(q, kv, batch, layer.spec.attention, layer.sinks).flatten(1)
+    attended = device.attention.attend(q, kv, batch, layer.spec.attention, layer.sinks)
+    return (attended if layer.latent is None else values_of(layer, attended)).flatten(1)
 
 
 def finish(layer: Layer, device: Device, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -79,7 +94,10 @@ def read_layer(
     def take(part: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = weights.take(f"{prefix}.{names[part]}.{kind}", shape)
         is_turned = part in ("q", "k") or (part in ("q_norm", "k_norm") and spec.qk_norm == "head")
-        return _placed(tensor, spec) if is_turned and spec.rope.size else tensor
+        return _placed(tensor, spec) if is_turned and (spec.rope.size or spec.rope.is_interleaved) else tensor
+
+    def whole(part: str) -> torch.Tensor:
+        return weights.take(f"{prefix}.{names[part]}.weight", spec.weights[part])
 
     def exactly(part: str) -> torch.Tensor:
         return weights.take(f"{prefix}.{names[part]}.weight", spec.weights[part], torch.float32)
@@ -113,15 +131,26 @@ def read_layer(
             shared_weight=product("shared_weight", min_bits=16) if experts.has_shared_gate else None,
         )
 
+    qkv, latent = _read_attention(spec, product, whole, device)
     return Layer(
         spec=spec,
         cos_sin=cos_sin,
         norms={name: take(name, "weight", shape) for name, shape in spec.norm_weights.items()},
-        qkv=product("q", "k", "v"),
+        qkv=qkv,
         output=summed(product("output"), collectives),
         mlp=mlp(),
         sinks=exactly("sinks") if spec.has_sinks else None,
+        latent=latent,
     )
+
+
+def _read_attention(
+    spec: LayerSpec, product: Callable[..., Linear], whole: Callable[[str], torch.Tensor], device: Device
+) -> tuple[Linear, LatentWeights | None]:
+    """The product of a layer's input, and what latents need besides."""
+    if spec.latent is None:
+        return product("q", "k", "v"), None
+    return read_latent_weights(spec, spec.latent, whole, device.linear)
 
 
 def _placed(rows: torch.Tensor, spec: LayerSpec) -> torch.Tensor:

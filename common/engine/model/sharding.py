@@ -12,14 +12,14 @@ from math import gcd
 
 from common.checkpoint import CheckpointError, ModelSpec
 from common.checkpoint.families import family_of, layers_of
-from common.checkpoint.layers import LayerSpec
+from common.checkpoint.layers import Latent, LayerSpec
 from common.values.ranks import Rank, ranks_of
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # The MLP is cut at multiples of it where they divide its size: quantized formats and vector units like such rows.
 INNER_UNIT = 32
 _MLPS = ("", "shared_", "expert_")
-_WHOLE = frozenset({"router", "shared_weight"})
+_WHOLE = frozenset({"router", "shared_weight", "choice_bias", "q_down", "latent"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,7 @@ def check_split(spec: ModelSpec, world_size: int) -> None:
 def _cuts_of_layer(layer: LayerSpec, rank: Rank) -> dict[str, Cut]:
     if layer.qk_norm == "full":
         raise CheckpointError("q and k are normalized over all heads, which ranks that split the heads cannot do")
-    q, kv, size = _query_heads(layer, rank), rank.held(layer.num_kv_heads), layer.head_dim
-    queries, keys = (q.start * size, q.stop * size), (kv.start * size, kv.stop * size)
-    cuts = {part: Cut(0, *at) for part, at in (("q", queries), ("k", keys), ("v", keys))}
-    cuts["output"] = Cut(1, *queries)
+    cuts = _cuts_of_heads(layer, rank) if layer.latent is None else _cuts_over_latents(layer, layer.latent, rank)
     for mlp in _MLPS:
         cuts |= _cuts_of_mlp(mlp, layer, rank)
     if unknown := layer.weights.keys() - layer.norm_weights.keys() - cuts.keys() - _WHOLE:
@@ -93,6 +90,21 @@ def _cuts_of_layer(layer: LayerSpec, rank: Rank) -> dict[str, Cut]:
     if summed := {part for part in layer.biases if part in cuts and cuts[part].axis == 1}:
         raise CheckpointError(f"the bias of {', '.join(sorted(summed))} would be added once for each rank")
     return cuts
+
+
+def _cuts_of_heads(layer: LayerSpec, rank: Rank) -> dict[str, Cut]:
+    q, kv, size = _query_heads(layer, rank), rank.held(layer.num_kv_heads), layer.head_dim
+    queries, keys = (q.start * size, q.stop * size), (kv.start * size, kv.stop * size)
+    cuts = {part: Cut(0, *at) for part, at in (("q", queries), ("k", keys), ("v", keys))}
+    return cuts | {"output": Cut(1, *queries)}
+
+
+def _cuts_over_latents(layer: LayerSpec, latent: Latent, rank: Rank) -> dict[str, Cut]:
+    """Latents are whole everywhere; what makes heads of them is not."""
+    heads, key = _query_heads(layer, rank), latent.key_size
+    sizes = {"q_up" if latent.query_rank else "q": key + layer.head_dim, "latent_up": key + latent.value_size}
+    cuts = {part: Cut(0, heads.start * size, heads.stop * size) for part, size in sizes.items()}
+    return cuts | {"output": Cut(1, heads.start * latent.value_size, heads.stop * latent.value_size)}
 
 
 def _cuts_of_mlp(prefix: str, layer: LayerSpec, rank: Rank) -> dict[str, Cut]:

@@ -103,6 +103,7 @@ STATED = {
     **{"num_hidden_layers": 3, "num_attention_heads": 32, "hidden_size": 512, "intermediate_size": 96},
     **{"vocab_size": 100, "max_position_embeddings": 131072, "pad_token_id": 0},
 }
+STATED_OF = {"deepseek_v2": {"num_experts_per_tok": 6}, "deepseek_v3": {"num_key_value_heads": 32}}
 # Ours -> where transformers has it, for those that have it.
 EXPERT_COUNTS = {
     "num_experts": ("n_routed_experts", "num_local_experts", "num_experts"),
@@ -117,7 +118,9 @@ EXPERT_COUNTS = {
 @pytest.mark.parametrize("family", CLASSES)
 def test_fields_that_are_absent_are_those_that_transformers_takes(tmp_path: Path, family: str) -> None:
     kind = "gemma3_text" if family == "gemma3" else family
-    config = STATED | {"model_type": kind, "architectures": [f"{CLASSES[family]}ForCausalLM"]}
+    config = (
+        STATED | STATED_OF.get(family, {}) | {"model_type": kind, "architectures": [f"{CLASSES[family]}ForCausalLM"]}
+    )
     edit(tmp_path / "config.json", **config)
     spec, theirs = parse_config(config), transformers.AutoConfig.from_pretrained(tmp_path)
     theirs.standardize_rope_params()
@@ -133,7 +136,11 @@ def test_fields_that_are_absent_are_those_that_transformers_takes(tmp_path: Path
         assert getattr(spec, name) == getattr(theirs, name, False)
     for ours, names in EXPERT_COUNTS.items() if spec.experts is not None else ():
         stated = [getattr(theirs, name) for name in names if hasattr(theirs, name)]
-        assert all(getattr(spec.experts.routing, ours) == each for each in stated)
+        assert all(getattr(spec.experts.routing, ours) == each for each in stated if each is not None)
+    if (latent := spec.latent) is not None:
+        assert (latent.rank, latent.query_rank) == (theirs.kv_lora_rank, theirs.q_lora_rank)
+        assert (latent.key_size, latent.value_size) == (theirs.qk_nope_head_dim, theirs.v_head_dim)
+        assert spec.dense_layers == frozenset(range(theirs.first_k_dense_replace))
 
 
 def _windows_of(config: Any) -> tuple[int, ...]:

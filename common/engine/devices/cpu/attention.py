@@ -13,14 +13,15 @@ from common.engine.devices.cpu.gathers import DecodeGroup, Gathers
 from common.engine.devices.cpu.native.ops import NativeOps
 from common.engine.devices.cpu.torch_prefill import cap_scores, causal_attention, softmax
 from common.engine.kv.attention_planes import read_rows, write_rows
+from common.engine.kv.latent_planes import read_latents, write_latents
 from common.engine.kv.quantized import is_quantized
 
 
 class CpuAttention:
     """`AttentionBackend`. Keeps the gathers of the step being computed.
 
-    The compiled operators take each layer that they know: no quantized cache, and in `attend` neither soft cap nor
-    sinks.
+    The compiled operators take each layer that they know: no quantized cache, no latents, and in `attend` neither soft
+    cap nor sinks.
     """
 
     def __init__(self, ops: NativeOps | None) -> None:
@@ -48,6 +49,18 @@ class CpuAttention:
         write_rows(kv, gathers.written_slots, k, v)
         return rotate(q, cos, sin)
 
+    def rope_and_write_latent(
+        self, q: torch.Tensor, latent: torch.Tensor, cos_sin: torch.Tensor, kv: LayerKV, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """As `AttentionBackend.rope_and_write_latent`; a token with slot -1 is not written."""
+        gathers = self._gathers_of(batch, kv, q.dtype)
+        cos, sin = gathers.angles(cos_sin)
+        head_dim = q.shape[2]
+        turned = rotate(latent[:, None, -head_dim:], cos, sin)[:, 0]
+        rows = torch.cat((latent[:, :-head_dim], turned), dim=1)
+        write_latents(kv, gathers.written_slots, rows if gathers.written_rows is None else rows[gathers.written_rows])
+        return rotate(q, cos, sin)
+
     def attend(
         self,
         q: torch.Tensor,
@@ -58,9 +71,10 @@ class CpuAttention:
     ) -> torch.Tensor:
         """Causal attention of every new token over its sequence. Returns [num_tokens, num_heads, head_dim]."""
         gathers = self._gathers_of(batch, kv, q.dtype)
-        output = torch.empty_like(q)
+        output = q.new_empty(*q.shape[:2], options.latent_rank or q.shape[2])
         runs = gathers.prefill_runs(options.window)
-        is_known = not options.soft_cap and sinks is None and not is_quantized(kv[0].dtype)
+        is_plain = not options.soft_cap and not options.latent_rank
+        is_known = is_plain and sinks is None and not is_quantized(kv[0].dtype)
         if self._ops is not None and is_known:
             if len(runs) < batch.seq_lens.shape[0]:
                 self._ops.decode_attention(output, q, kv, batch, options)
@@ -69,7 +83,7 @@ class CpuAttention:
                 output[group.rows] = _attend_group(q[group.rows], kv, group, options, sinks)
         for run in runs:
             rows = slice(run.first_row, run.last_row)
-            k, v = read_rows(kv, run.slots, q.dtype)
+            k, v = _read(kv, run.slots, options, q.dtype)
             output[rows] = causal_attention(q[rows], k, v, options, sinks)
         return output
 
@@ -81,6 +95,13 @@ class CpuAttention:
             self._gathers.clear()  # another step: the batches of one share their positions
         self._gathers.append(Gathers(batch, kv[0].shape[1], dtype))
         return self._gathers[-1]
+
+
+def _read(
+    kv: LayerKV, slots: torch.Tensor, options: AttentionOptions, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of `slots`, [num_tokens, num_kv_heads, size] each."""
+    return read_latents(kv, slots, options.latent_rank) if options.latent_rank else read_rows(kv, slots, dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -99,15 +120,15 @@ def _attend_group(
     num_seqs, max_len = group.slots.shape
     k, v = (
         rows.view(num_seqs, max_len, *rows.shape[1:]).transpose(1, 2)  # [num_seqs, num_kv_heads, max_len, head_dim]
-        for rows in read_rows(kv, group.slots.view(-1), q.dtype)
+        for rows in _read(kv, group.slots.view(-1), options, q.dtype)
     )
     grouped_q = q.view(num_seqs, k.shape[1], -1, q.shape[2])
     if not options.soft_cap and sinks is None:
         attended = F.scaled_dot_product_attention(grouped_q, k, v, attn_mask=group.mask, scale=options.scale)
-        return attended.reshape(q.shape)
+        return attended.reshape(*q.shape[:2], -1)
     scores = grouped_q.float() @ k.float().transpose(2, 3) * options.scale
     if options.soft_cap:
         scores = cap_scores(scores, options.soft_cap)
     scores += group.mask
     of_heads = sinks.view(1, k.shape[1], -1, 1) if sinks is not None else None
-    return (softmax(scores, of_heads).to(v.dtype) @ v).reshape(q.shape)
+    return (softmax(scores, of_heads).to(v.dtype) @ v).reshape(*q.shape[:2], -1)

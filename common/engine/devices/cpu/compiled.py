@@ -32,7 +32,7 @@ def is_known(layer: Layer) -> bool:
     """Whether `stack.h` computes such a layer: pre-norms, plain attention, weights that are packed."""
     spec = layer.spec
     is_llama_like = spec.norms == PRE_NORMS and spec.qk_norm in ("none", "head") and spec.activation == "silu"
-    has_plain_attention = spec.attention.is_plain and not spec.has_sinks
+    has_plain_attention = spec.attention.is_plain and not spec.has_sinks and spec.latent is None
     has_packed = all(one.packed is not None for one in (layer.qkv, layer.output)) and is_packed(layer.mlp)
     chooses_alike = spec.experts is None or _is_known_choice(spec.experts.routing)
     return is_llama_like and has_plain_attention and spec.residual_scale == 1 and chooses_alike and has_packed

@@ -17,15 +17,16 @@ def causal_attention(
 ) -> torch.Tensor:
     """The last len(q) tokens attend to all up to themselves, or to the window that ends with them.
 
-    q: [num_new, num_heads, head_dim], k and v: [seq_len, num_kv_heads, head_dim]. Returns the shape of q. The query
-    heads that share a KV head are stacked as rows, so KV is never repeated; keys behind a tile are not touched.
+    q: [num_new, num_heads, head_dim], k and v: [seq_len, num_kv_heads, head_dim]. Returns the shape of q, the
+    heads as wide as those of v. The query heads that share a KV head are stacked as rows, so KV is never repeated; keys
+    behind a tile are not touched.
     """
     num_new, _, head_dim = q.shape
     seq_len, num_kv_heads = k.shape[:2]
     keys = k.float().permute(1, 2, 0).contiguous()  # [num_kv_heads, head_dim, seq_len]
     values = v.transpose(0, 1).contiguous()  # [num_kv_heads, seq_len, head_dim]
     queries = (q.float() * options.scale).view(num_new, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    output = torch.empty_like(q)
+    output = q.new_empty(*q.shape[:2], v.shape[2])
     for first in range(0, num_new, TILE_ROWS):
         last = min(first + TILE_ROWS, num_new)
         end = seq_len - num_new + last
@@ -37,7 +38,7 @@ def causal_attention(
         _hide(scores, options.window)
         of_heads = sinks.view(num_kv_heads, -1, 1, 1) if sinks is not None else None
         weights = softmax(scores, of_heads).to(v.dtype).flatten(1, 2)
-        attended = torch.bmm(weights, values[:, start:end]).view(num_kv_heads, -1, last - first, head_dim)
+        attended = torch.bmm(weights, values[:, start:end]).view(num_kv_heads, -1, last - first, v.shape[2])
         output[first:last] = attended.permute(2, 0, 1, 3).flatten(1, 2)
     return output
 

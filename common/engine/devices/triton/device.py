@@ -48,6 +48,11 @@ class TritonAttention:
         """Rotate q and k, write k and v to their slots (below 0: not written); returns the rotated q."""
         return rope_and_write(q, k, v, cos_sin, batch.positions, kv, batch.slot_mapping)
 
+    def rope_and_write_latent(
+        self, q: torch.Tensor, latent: torch.Tensor, cos_sin: torch.Tensor, kv: LayerKV, batch: AttentionBatch
+    ) -> torch.Tensor:
+        raise CheckpointError("latent attention is not offered by attention=triton, only on CPUs")
+
     def attend(
         self,
         q: torch.Tensor,

@@ -14,7 +14,7 @@ from common.engine.kv.cache import KVCache
 from common.engine.model.decoder import Decoder, build_decoder
 from common.engine.model.sharding import Cut
 from common.engine.model.weights import Weights, load_tensors, open_weights
-from tests.caches import attention_spec, fill, snapshot
+from tests.caches import fill, kv_spec_in_one_group, snapshot
 from tests.common.engine.model.batches import Run, batch_of
 from tests.reference_model import FAMILIES as REFERENCE_FAMILIES
 from tests.reference_model import ReferenceModel, load_reference
@@ -42,8 +42,7 @@ def load(
 ) -> tuple[Decoder, KVCache]:
     checkpoint = open_checkpoint(path)
     spec = checkpoint.config
-    kv_spec = attention_spec(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype or dtype, block_size=4)
-    cache = KVCache(kv_spec, (8,))
+    cache = KVCache(kv_spec_in_one_group(spec, kv_dtype or dtype, block_size=4), (8,))
     return build_decoder(spec, open_weights(checkpoint, dtype), CpuDevice(dtype, None)), cache
 
 

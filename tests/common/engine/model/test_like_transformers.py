@@ -1,6 +1,7 @@
 """Logits of small seeded models of each family are those of transformers, from a directory and from a GGUF file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,34 @@ def test_phi3_means_what_transformers_makes_of_it(tmp_path: Path, name: str) -> 
     (path / "config.json").write_text(json.dumps(config | {"rope_scaling": scaling}))
     converted = write_tiny_gguf(path, tmp_path / "m.gguf")
     torch.testing.assert_close(forward_in_chunks(*load(converted), [20]), expected, atol=1e-4, rtol=1e-4)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+# As config.json may have it besides: the change, and of which family.
+DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
+    "the best experts of all": ("deepseek_v2", {"topk_method": "greedy"}),
+    "no topk_method": ("deepseek_v2", {"topk_method": "greedy", "n_group": None, "topk_group": None}),
+    "a scale of its own": ("deepseek_v2", {"routed_scaling_factor": 0.5}),
+    "plain RoPE": ("deepseek_v3", {"rope_scaling": None}),
+    "pairs half a head apart": ("deepseek_v3", {"rope_interleave": False}),
+    "a dense layer": ("deepseek_v2", {}),
+    "experts in every layer": ("deepseek_v3", {}),
+    "weights of experts as they are": ("deepseek_v3", {"norm_topk_prob": False}),
+    "RoPE as transformers 5 writes it": (
+        "deepseek_v3",
+        {"rope_scaling": None, "rope_parameters": YARN | {"rope_theta": 5000.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "no magnitude": ("deepseek_v3", {"rope_scaling": YARN}),
+}
+
+
+@pytest.mark.parametrize("name", DEEPSEEK)
+def test_deepseek_means_what_transformers_makes_of_it(tmp_path: Path, name: str) -> None:
+    family, changes = DEEPSEEK[name]
+    path = write_tiny_model(tmp_path / "m", replace(FAMILIES[family], num_dense_layers=name.count("dense")))
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(forward_in_chunks(*load(path), [7, 13]), transformers_logits(path), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", GEMMA3)

@@ -16,11 +16,11 @@ from common.engine.model.decoder import Decoder, build_decoder
 from common.engine.model.sharding import Cut, check_split, cuts_of, layer_of_rank
 from common.engine.model.weights import load_tensors, open_weights
 from common.values.ranks import Rank, ranks_of
-from tests.caches import attention_spec
+from tests.caches import kv_spec_in_one_group
 from tests.common.engine.model.test_architectures import TOKENS, forward_in_chunks, load
 from tests.ranks import new_collectives, on_ranks
 from tests.tiny_gguf import write_tiny_gguf
-from tests.tiny_model import TinyModel, write_tiny_model
+from tests.tiny_model import FAMILIES, TinyModel, write_tiny_model
 
 NINE_HEADS = TinyModel(num_heads=9, num_kv_heads=3)
 # (model, ranks): KV heads that divide, that do not, that are held by several ranks; query heads that do not divide.
@@ -37,6 +37,8 @@ SPLITS = {
     "gemma3": (TinyModel(architecture="gemma3", num_layers=3, tie_embeddings=True), 2),
     "mixtral": (TinyModel(architecture="mixtral"), 2),
     "qwen2_moe": (TinyModel(architecture="qwen2_moe"), 2),
+    "latents": (FAMILIES["deepseek_v2"], 2),
+    "latents and queries of a rank, by 3": (FAMILIES["deepseek_v3"], 3),
     "small MLP": (TinyModel(intermediate_size=36), 2),
 }
 
@@ -44,7 +46,7 @@ SPLITS = {
 def load_rank(path: Path, collectives: Collectives) -> tuple[Decoder, KVCache]:
     checkpoint = open_checkpoint(path)
     spec, rank = checkpoint.config, collectives.rank
-    kv_spec = attention_spec(spec.num_layers, spec.num_kv_heads, spec.head_dim, torch.float32, block_size=4)
+    kv_spec = kv_spec_in_one_group(spec, torch.float32, block_size=4)
     weights = open_weights(checkpoint, torch.float32, cuts=cuts_of(spec, rank))
     decoder = build_decoder(spec, weights, CpuDevice(torch.float32, None), collectives)
     return decoder, KVCache(kv_spec.of_rank(rank), (8,))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.checkpoint.layers import POST_NORMS, AttentionOptions, Experts, LayerSpec, Routing
+from common.checkpoint.layers import POST_NORMS, AttentionOptions, Experts, Latent, LayerSpec, Routing
 from common.checkpoint.rope import Rope
 from common.engine.contract.device import ExpertMlp, GroupedMlp, Layer, Linear, Mlp
 from common.engine.devices.cpu.compiled import is_known
@@ -40,6 +40,7 @@ def test_plain_layers_are_known(spec: LayerSpec) -> None:
         {"qk_norm": "full"},
         {"activation": "gelu_tanh"},
         {"residual_scale": 0.5},
+        {"latent": Latent(rank=32, key_size=16, value_size=16)},
         {"experts": Experts(Routing(8, 2, has_choice_bias=True), 32)},
         {"experts": Experts(Routing(8, 2, num_groups=4, num_active_groups=2), 32)},
     ],
