@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import psutil
 
+from common.values.config import WorkerSettings
 from tests.chaos import threads
 from tests.chaos.rig import Act, Scene, Void, Worker, is_gone
 
@@ -24,6 +25,23 @@ def kill_worker(role: str, phases: Sequence[str]) -> Act:
         victim = await scene.rig.catch(role, phases)
         scene.begins()
         return f"{victim['worker_id']} {'/'.join(phases)}: {await scene.rig.kill(victim['pid'])}"
+
+    return act
+
+
+def kill_rank(role: str, phases: Sequence[str]) -> Act:
+    """SIGKILL the last rank of a worker at such a moment: the whole worker must end within its lease."""
+
+    async def act(scene: Scene) -> str:
+        rig = scene.rig
+        victim = await rig.catch(role, phases)
+        rank = victim["ranks"][-1]
+        assert rank["pid"] != victim["pid"], "the row needs workers of several ranks"
+        process = psutil.Process(victim["pid"])
+        scene.begins()
+        proof = await rig.kill(rank["pid"])
+        await rig.until(lambda: is_gone(process), "the end of its worker", WorkerSettings().lease_s)
+        return f"{victim['worker_id']} {'/'.join(phases)}: rank {rank['rank']}: {proof}, its worker too"
 
     return act
 

@@ -10,6 +10,7 @@ from tests.chaos.faults import (
     freeze_for_good,
     freeze_worker,
     kill_queued,
+    kill_rank,
     kill_worker,
     signal_router,
     slow_worker,
@@ -32,6 +33,16 @@ from tests.chaos.redis_rows import REDIS_ROWS
 from tests.chaos.rig import Shape
 from tests.chaos.row import ENDED_CLEANLY, UNNOTICED, Row
 
+# One worker of each role: its replacement is what requests wait for, and takes its time where cores are few.
+OF_TWO_RANKS = Shape(
+    1,
+    1,
+    (
+        ("router", "pair_grace_s", 60.0),
+        ("prefill_worker", "tensor_parallel_size", 2),
+        ("decode_worker", "tensor_parallel_size", 2),
+    ),
+)
 ROUTER_GONE = "clients get an error or a broken connection; a new router serves; every block is free"
 
 ROWS: tuple[Row, ...] = (
@@ -164,6 +175,24 @@ ROWS: tuple[Row, ...] = (
             is_short=moment == "decoding",
         )
         for moment, phases in (("transferring", RESERVED), ("decoding", DECODING))
+    ),
+    *(
+        Row(
+            f"rank-killed-{moment}",
+            number,
+            f"a rank of the {role} worker",
+            "SIGKILL",
+            moment,
+            "its worker ends within its lease and is replaced; a pause, then the same tokens",
+            "its audit showed the moment; rank and worker are gone",
+            kill_rank(role, phases),
+            shape=OF_TWO_RANKS,
+        )
+        for moment, number, role, phases in (
+            ("computing", 6, "prefill", PREFILLING),
+            ("transferring", 6, "prefill", TRANSFERRING),
+            ("decoding", 16, "decode", DECODING),
+        )
     ),
     Row(
         "decode-frozen",
