@@ -53,4 +53,15 @@ def worker_environment(settings: WorkerSettings, *, has_gpu: bool) -> dict[str, 
         env["NCCL_SOCKET_IFNAME"] = "lo"
     if settings.attention == "triton" and not has_gpu:
         env["TRITON_INTERPRET"] = "1"
-    return env
+    return env | (_nccl_environment() if has_gpu else {})
+
+
+def _nccl_environment() -> dict[str, str]:
+    """A dead peer may not end this process, which torch's watchdog would do: links end by themselves. The rest is what
+    an operator may set otherwise: queues for many links, and few of the GPU's processors for each."""
+    advised = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_NCCL_HIGH_PRIORITY": "1", "NCCL_MAX_P2P_NCHANNELS": "4"}
+    return {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        **{name: os.environ.get(name, value) for name, value in advised.items()},
+    }

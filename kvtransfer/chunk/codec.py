@@ -87,7 +87,8 @@ class ChunkCodec:
         self._packer.gather(chunk, block_table, buffer[data_range(chunk)])
         header = Header.of(transfer_id, chunk, self._aead.flag).encode()
         if buffer.is_cuda:
-            buffer[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            with self._packer.beside_compute():
+                buffer[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         else:
             view = _view(buffer)
             view[:HEADER_BYTES] = header
@@ -105,7 +106,9 @@ class ChunkCodec:
         """
         expected = Header.of(transfer_id, chunk, self._aead.flag)
         if buffer.is_cuda:
-            return _header_problem(Header.decode(_view(buffer[:HEADER_BYTES].cpu())), expected)
+            with self._packer.beside_compute():
+                header = buffer[:HEADER_BYTES].cpu()
+            return _header_problem(Header.decode(_view(header)), expected)
         view = _view(buffer)
         is_intact = self._aead.decrypt(view[:HEADER_BYTES], view[HEADER_BYTES : chunk.num_bytes])
         if view[chunk.num_bytes : chunk.num_bytes + len(_CANARY)] != _CANARY:

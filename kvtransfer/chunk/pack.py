@@ -9,7 +9,7 @@ index_copy_ wake torch's own pool and fight the forward pass for it: measured he
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import gcd
 from typing import Protocol, TypeVar
 
@@ -40,6 +40,10 @@ class KVPacker(Protocol):
 
     def scatter(self, chunk: Chunk, block_table: tuple[int, ...], data: torch.Tensor) -> None:
         """Inverse of `gather`."""
+        ...
+
+    def beside_compute(self) -> AbstractContextManager[None]:
+        """What is copied within it does not wait for what the model computes, and is done at its end."""
         ...
 
 
@@ -83,6 +87,9 @@ class NumpyKVPacker:
                     layer_rows[slots] = layer_source
                 else:
                     layer_rows[slots, at] = layer_source
+
+    def beside_compute(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _parts(
         self, chunk: Chunk, data: torch.Tensor, *, is_each_once: bool
@@ -128,6 +135,9 @@ class DeviceKVPacker:
             if self._cache.fence is not None:
                 self._cache.fence.wait_for_all(self._stream)  # kernels of the slots' last owner may still be on the way
             self._copy(self._scatter_rows, chunk, slots, data.to(self._cache.device, non_blocking=True))
+
+    def beside_compute(self) -> AbstractContextManager[None]:
+        return self._on_stream()
 
     def _copy(self, copy_rows: CopyRows, chunk: Chunk, slots: npt.NDArray[np.int64], data: torch.Tensor) -> None:
         on_device = torch.from_numpy(slots).to(self._cache.device)

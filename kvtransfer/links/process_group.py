@@ -21,6 +21,7 @@ class ProcessGroupLink:
 
     Operations start in the caller's thread; several are in flight. The group is destroyed when both waiters have
     ended: a blocked operation ends by `interrupt`, or when the peer ends its side, dies, or the timeout is over.
+    `interrupt` returns at once; `abort`, which may block, has a thread of its own.
 
     `send_now` does a send at once if it need not wait, and tells: where a send is a copy, a second thread would only
     take the interpreter's lock from the first.
@@ -34,10 +35,12 @@ class ProcessGroupLink:
         name: str,
         interrupt: Interrupt = lambda _: None,
         send_now: SendNow = lambda *_: False,
+        abort: Interrupt = lambda _: None,
     ) -> None:
         self._group = group
         self._interrupt = interrupt
         self._send_now = send_now
+        self._abort = abort
         self._post_send = post_send
         self._post_receive = post_receive
         self._lock = threading.Lock()  # guards _group and _closed_reason
@@ -90,6 +93,7 @@ class ProcessGroupLink:
 
     def _destroy(self, group_box: list[ProcessGroup]) -> None:
         """`group_box` holds the last reference: popping it closes the group's sockets and joins its threads."""
+        self._abort(group_box[0])
         for waiter in (self._sends, self._receives):
             waiter.close()
         for waiter in (self._sends, self._receives):

@@ -1,3 +1,5 @@
+import pytest
+
 from common.values.config import ClusterConfig, PoolSettings, WorkerSettings
 from common.values.messages import Role
 from deploy.worker.env import num_threads_per_worker, worker_environment, worker_settings
@@ -27,3 +29,15 @@ def test_kernels_are_interpreted_only_where_there_is_no_gpu() -> None:
     assert worker_environment(triton, has_gpu=False)["TRITON_INTERPRET"] == "1"
     assert "TRITON_INTERPRET" not in worker_environment(triton, has_gpu=True)
     assert "TRITON_INTERPRET" not in worker_environment(WorkerSettings(), has_gpu=False)
+
+
+def test_beside_a_gpu_a_dead_peer_of_nccl_ends_no_process_and_an_operators_tuning_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "16")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    env = worker_environment(WorkerSettings(), has_gpu=True)
+    assert (env["TORCH_NCCL_ASYNC_ERROR_HANDLING"], env["TORCH_NCCL_ENABLE_MONITORING"]) == ("0", "0")
+    assert (env["NCCL_MAX_P2P_NCHANNELS"], env["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("16", "32")
+    assert not any("NCCL_A" in name for name in worker_environment(WorkerSettings(), has_gpu=False))

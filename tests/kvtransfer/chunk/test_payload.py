@@ -1,7 +1,9 @@
 """A chunk's bytes: header, encryption, and every planted fault that must be seen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -327,3 +329,36 @@ def test_staging_buffers_are_reused_within_the_bound_and_counted() -> None:
     assert pool.acquire(90_000).data_ptr() in addresses
     pool.forget()
     assert pool.num_out == 0
+
+
+class OnDevice(torch.Tensor):
+    """A buffer that says it is on a GPU, and notes when it is copied to or from."""
+
+    is_cuda = True
+    is_beside_compute = False
+    copies: ClassVar[list[bool]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("copy_", "cpu"):
+            cls.copies.append(cls.is_beside_compute)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Beside(NumpyKVPacker):
+    @contextmanager
+    def beside_compute(self) -> Iterator[None]:
+        OnDevice.is_beside_compute = True
+        yield
+        OnDevice.is_beside_compute = False
+
+
+def test_a_header_on_a_gpu_is_written_and_read_beside_what_is_computed() -> None:
+    """On the stream of the step a chunk would leave when the whole step has ended, and be checked between two."""
+    kv = new_cache(16)
+    chunk, codec = chunk_of(kv, (0, 1), (0, 20)), ChunkCodec(Beside(kv), Aead(AeadKind.NONE, b""))
+    buffer = torch.zeros(chunk.num_bytes + 64, dtype=torch.uint8).as_subclass(OnDevice)
+    OnDevice.copies.clear()
+    codec.pack(TRANSFER, chunk, TABLE, buffer)
+    codec.decrypt(TRANSFER, chunk, buffer)
+    assert OnDevice.copies == [True, True]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvtransfer.links.build import accepts_shorter
-from kvtransfer.links.nccl import StreamPending, build_nccl_link, is_nccl_available
+from kvtransfer.links.nccl import build_nccl_link, is_nccl_available
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.protocol import LinkClosed
 from kvtransfer.links.rendezvous import RendezvousStore, join_rendezvous
@@ -96,21 +96,3 @@ def test_nccl_without_a_gpu_says_so() -> None:
     with pytest.raises(RuntimeError, match="needs a CUDA build"):
         build_nccl_link(join_rendezvous(HOST, store.port, new_prefix(), TIMEOUT_S), 0, torch.device("cpu"), 1.0, "n")
     store.close()
-
-
-def test_a_stream_operation_is_done_when_the_event_behind_it_is() -> None:
-    """NCCL's own wait only orders streams: the event that follows it is what blocks."""
-    steps: list[str] = []
-
-    class Step:
-        def wait(self) -> None:
-            steps.append("ordered")
-
-        def record(self, _: object) -> None:
-            steps.append("recorded")
-
-        def synchronize(self) -> None:
-            steps.append("synchronized")
-
-    StreamPending(Step(), None, Step()).wait()
-    assert steps == ["ordered", "recorded", "synchronized"]
