@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 EventT = TypeVar("EventT")
 EffectT = TypeVar("EffectT")
@@ -61,8 +61,15 @@ class CoreLoop(Generic[EventT, EffectT]):
 
     def post_threadsafe(self, event: EventT) -> None:
         """The same from any thread. Silently dropped once the loop is closed: no handler is left."""
+        self._call_threadsafe(self.post, event)
+
+    def fail_threadsafe(self, error: BaseException) -> None:
+        """`fail` from any thread, after what was posted before. Silently dropped once the loop is closed."""
+        self._call_threadsafe(self.fail, error)
+
+    def _call_threadsafe(self, action: Callable[[Any], None], argument: object) -> None:
         try:
-            self._loop.call_soon_threadsafe(self.post, event)
+            self._loop.call_soon_threadsafe(action, argument)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise

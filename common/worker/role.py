@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from common.cores.core_loop import CoreLoop
-from common.engine.contract.executor import Executor, ExecutorEvent, StepFinished
+from common.engine.contract.executor import Executor, ExecutorEvent, StepFailed, StepFinished
 from common.engine.contract.plan import StepPlan
 from common.engine.executor.local import LocalExecutor
 from common.engine.executor.processors import processors
+from common.values.errors import PdserveError
 from common.values.ids import BlockHash, RouterId
 from common.values.messages import Cancel, Drain, Prefill, Reserve, WorkerInfo, WorkerStats
 from common.worker.audit import Audit, audit
@@ -30,6 +31,10 @@ from common.worker.events import (
 )
 from common.worker.lifecycle import WorkerContext
 from common.worker.reporting import record_drafts, record_message, with_health
+
+
+class StepsFail(PdserveError):
+    """No step ends well any more: the process ends and is replaced."""
 
 
 class Sessions(Protocol):
@@ -124,3 +129,5 @@ class RoleShell:
             self._context.metrics.observe("pdserve_step_seconds", event.result.duration_s)
             record_drafts(self._context.metrics, self._plan, event.result)
         self._loop.post_threadsafe(event)
+        if isinstance(event, StepFailed) and event.is_final:
+            self._loop.fail_threadsafe(StepsFail(f"steps fail: {event.reason}"))

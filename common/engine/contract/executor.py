@@ -38,10 +38,11 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """The whole forward pass raised; nothing of it counts."""
+    """The whole forward pass raised; nothing of it counts. `is_final`: none after it would fare better."""
 
     step_id: int
     reason: str
+    is_final: bool = False
 
 
 ExecutorEvent = LayerComputed | StepFinished | StepFailed

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 
 from common.engine.contract.executor import ExecutorEvent, LayerComputed, Runner, StepFailed, StepFinished
 from common.engine.contract.plan import StepPlan
+from common.engine.executor.failures import Failures, shown
 from common.engine.executor.processors import pin_this_thread
 from common.telemetry.logs import get_logger
 
@@ -27,6 +28,7 @@ class LocalExecutor:
         self._on_event = on_event
         self._cpus = cpus
         self._steps: SimpleQueue[tuple[StepPlan, bool] | None] = SimpleQueue()
+        self._failures = Failures()
         self._is_closed = False
         self._started_s: float | None = None
         self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
@@ -72,11 +74,13 @@ class LocalExecutor:
             self._on_event(LayerComputed(plan.step_id, num_layers, self._runner.rank))
 
         try:
-            return StepFinished(self._runner.run(plan, report if reports_layers else None))
+            result = self._runner.run(plan, report if reports_layers else None)
         except Exception as error:  # the edge of the device: any failure of a step becomes an event
-            # The type alone: a message of torch's may hold tensor contents.
-            get_logger().error("step_failed", step_id=plan.step_id, error=type(error).__name__)
-            return StepFailed(plan.step_id, type(error).__name__)
+            is_final = self._failures.note(error)
+            get_logger().error("step_failed", step_id=plan.step_id, error=shown(error), is_final=is_final)
+            return StepFailed(plan.step_id, type(error).__name__, is_final)
+        self._failures.forget()
+        return StepFinished(result)
 
 
 def _show_name(name: str) -> None:

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from common.engine.contract.plan import StepPlan, StepResult
 from common.values.config import ModelConfig, WorkerConfig
 from common.values.ids import RouterId
 from common.values.ranks import WHOLE
 from common.worker.events import RunStep
-from common.worker.role import RoleShell
+from common.worker.role import RoleShell, StepsFail
 
 
 class EagerCore:
@@ -44,16 +46,37 @@ class NoSessions:
     async def close(self) -> None: ...
 
 
+def new_shell(runner: Runner, core: EagerCore) -> RoleShell:
+    metrics = SimpleNamespace(observe=lambda *_: None)
+    loaded = SimpleNamespace(runner=runner)
+    config = WorkerConfig(role="prefill", worker_id="prefill-0", model=ModelConfig(path="none"))
+    around: Any = SimpleNamespace(loaded=loaded, config=config, metrics=metrics)
+    return RoleShell(around, core, lambda post: NoSessions())  # type: ignore[arg-type]
+
+
+class BrokenRunner(Runner):
+    def run(self, plan: StepPlan, layer_hook: object = None) -> StepResult:
+        super().run(plan)
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+
+async def test_a_device_that_is_broken_ends_the_worker_at_its_first_step() -> None:
+    """It would answer every further request at once, with a failure."""
+    runner = BrokenRunner()
+    shell = new_shell(runner, EagerCore())
+    shell.on_router_lost(RouterId("r0"))  # has the core plan a step
+    with pytest.raises(StepsFail, match="steps fail: RuntimeError"):
+        await asyncio.wait_for(asyncio.shield(shell.failed), 60)
+    await shell.close()
+    assert await shell.is_quiet(60)
+
+
 async def test_a_step_that_is_planned_after_the_end_is_dropped_without_a_failure() -> None:
     """As after a freeze: the old life is closed, and what was on its way to it still comes."""
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     runner, core = Runner(), EagerCore()
-    metrics = SimpleNamespace(observe=lambda *_: None)
-    loaded = SimpleNamespace(runner=runner)
-    config = WorkerConfig(role="prefill", worker_id="prefill-0", model=ModelConfig(path="none"))
-    around: Any = SimpleNamespace(loaded=loaded, config=config, metrics=metrics)
-    shell = RoleShell(around, core, lambda post: NoSessions())  # type: ignore[arg-type]
+    shell = new_shell(runner, core)
     await shell.close()
     shell.on_router_lost(RouterId("r0"))
     assert await shell.is_quiet(60)
