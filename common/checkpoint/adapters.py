@@ -140,7 +140,10 @@ def _parts(
 
 def _parts_of(layer: LayerSpec, names: Mapping[str, str], name: str) -> tuple[str, ...]:
     """What a module of a layer holds: one part, several that are fused, or () = nothing that an adapter can change."""
-    by_name = {names[part]: (part,) for part in ADAPTABLE if part in layer.weights}
+    known = [
+        part for part in ADAPTABLE if part in layer.weights and (layer.latent is None or part not in ("q", "k", "v"))
+    ]
+    by_name: dict[str, tuple[str, ...]] = {names[part]: (part,) for part in known}
     by_name |= {names[fused]: parts for fused, parts in FUSED_PARTS.items() if fused in names}
     parts = by_name.get(name, ())
     return parts if all(part in layer.weights for part in parts) else ()

@@ -19,6 +19,7 @@ from common.engine.contract.kv_spec import KVGroup, KVSpec
 from common.engine.contract.progress import LoadPhase, Progress, no_progress
 from common.engine.devices.cpu.device import CpuDevice, cpu_dtype
 from common.engine.devices.cpu.native.dequantize import dequantize
+from common.engine.executor.adapters import Adapters
 from common.engine.executor.graphs import DecodeGraphs
 from common.engine.executor.ranks import RankedRunner, RankProcesses
 from common.engine.executor.runner import ModelRunner
@@ -55,6 +56,7 @@ class LoadedModel:
     served_name: str
     max_model_len: int
     fingerprint: Fingerprint
+    adapters: Adapters
     shards: KVShards | None = None  # the caches of all ranks, if there are several
     others: RankProcesses | None = None  # the ranks besides this process, if there are any
 
@@ -147,7 +149,8 @@ def _load(
     get_logger().info("layers_prepared", num_layers=spec.num_layers, num_compiled=len(model.compiled_layers))
     max_model_len = _max_model_len(config, spec, cache)
     guided = GuidedRows(partial(_open_masks, checkpoint))
-    runner = _new_runner(config, model, cache, device, max_model_len, guided, others)
+    adapters = Adapters(spec, device.dtype, device.place)
+    runner = _new_runner(config, model, cache, device, max_model_len, guided, adapters, others)
     progress(LoadPhase.SELF_TEST, 0.0)
     device.tune(cache.layers[0], spec.num_heads, spec.head_dim)
     self_test(runner, len(kv_spec.groups))
@@ -161,6 +164,7 @@ def _load(
         served_name=config.model.served_name or checkpoint.served_name,
         max_model_len=max_model_len,
         fingerprint=fingerprint_of(checkpoint, device.dtype, kv_spec, config.quantization),
+        adapters=adapters,
         shards=shards,
         others=others,
     )
@@ -233,7 +237,9 @@ def refit(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
             shards = _new_shards(config, loaded.spec, kv_spec, others)
             cache = shards.caches[0]
     max_model_len = _max_model_len(config, loaded.spec, cache)
-    runner = _new_runner(config, loaded.model, cache, loaded.device, max_model_len, loaded.guided, others)
+    runner = _new_runner(
+        config, loaded.model, cache, loaded.device, max_model_len, loaded.guided, loaded.adapters, others
+    )
     return replace(loaded, runner=runner, cache=cache, shards=shards, max_model_len=max_model_len)
 
 
@@ -258,13 +264,14 @@ def _new_runner(
     device: Device,
     max_len: int,
     guided: GuidedRows,
+    adapters: Adapters,
     others: RankProcesses | None,
 ) -> Runner:
     if others is not None:
         return RankedRunner(ModelRunner(model, cache, device, None, others.collectives.rank, guided), others)
     capture = device.new_capture() if config.cuda_graphs and model.is_recordable else None
     graphs = DecodeGraphs(model, cache, config.max_num_seqs, max_len, capture) if capture is not None else None
-    return ModelRunner(model, cache, device, graphs, guided=guided)
+    return ModelRunner(model, cache, device, graphs, guided=guided, adapters=adapters)
 
 
 def kv_spec_of(spec: ModelSpec, kv_dtype: torch.dtype, block_size: int) -> KVSpec:

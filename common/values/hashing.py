@@ -16,12 +16,13 @@ _ROOT_TAG = b"pdserve.prefix.root.1"
 _BLOCK_TAG = b"\x01"
 
 
-def hash_root(fields: Mapping[str, str], block_size: int, cache_salt: bytes = b"") -> BlockHash:
+def hash_root(fields: Mapping[str, str], block_size: int, cache_salt: bytes = b"", adapter: str = "") -> BlockHash:
     """Parent of a chain's first block: what the KV depends on besides the tokens.
 
     `fields` name the model (digest, dtype, tokenizer: the fingerprint fields); their order does not matter.
-    `cache_salt` separates tenants; empty = the shared cache.
+    `cache_salt` separates tenants; empty = the shared cache. `adapter` is the digest of what changes the weights.
     """
+    fields = {**fields, "adapter": adapter} if adapter else fields
     parts = [_ROOT_TAG, struct.pack("<IQ", block_size, len(fields))]
     for name in sorted(fields):
         parts += [_sized(name.encode()), _sized(fields[name].encode())]

@@ -72,6 +72,17 @@ def _ends_with(token_ids: Sequence[int], end: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter: what its files hold, by a digest, and where every worker reads them. Empty = none."""
+
+    digest: str = ""
+    path: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.digest)
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What one worker needs to know of an attempt.
 
@@ -80,7 +91,8 @@ class Work:
     `choices` are the choice indices to generate; more than one only when no output exists yet.
     `cache_salt` separates tenants in the prefix cache. `deadline_s` is the time left when sent. Waiting work is shared
     out fairly between `tenant`s, an opaque word; empty without API keys. `num_prompt_logprobs`: how many of the most
-    likely tokens are told for each place of the prompt, besides its own; None = nothing is (any more).
+    likely tokens are told for each place of the prompt, besides its own; None = nothing is (any more). All tokens are
+    computed with the `adapter`.
     """
 
     attempt_id: AttemptId
@@ -93,6 +105,7 @@ class Work:
     deadline_s: float = 600.0
     tenant: str = ""
     num_prompt_logprobs: int | None = None
+    adapter: Adapter = Adapter()
 
     @property
     def num_output_tokens(self) -> int:

@@ -53,6 +53,8 @@ class ScheduledSequence:
     exactly if it is the token that is drawn at its position, so the output is the same with and without drafts. KV of
     what is not accepted is written over by the next step.
 
+    `adapter`: the digest of the adapter that its tokens are computed with, which the runner has; "" = none.
+
     `scores`: prompt tokens that are scored by the logits of the new tokens before them; never by a row that is sampled.
     """
 
@@ -63,6 +65,7 @@ class ScheduledSequence:
     samples: tuple[SampleSpec, ...] = ()
     draft_token_ids: tuple[int, ...] = ()
     scores: ScoreSpec | None = None
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if self.draft_token_ids and len(self.samples) != 1 + len(self.draft_token_ids):

@@ -12,6 +12,7 @@ from common.engine.contract.device import Device
 from common.engine.contract.draws import DrawCandidates
 from common.engine.contract.executor import LayerHook
 from common.engine.contract.plan import SampleSpec, ScheduledSequence, SequenceResult, StepPlan, StepResult
+from common.engine.executor.adapters import Adapters
 from common.engine.executor.graphs import DecodeGraphs
 from common.engine.kv.cache import KVCache
 from common.engine.kv.fence import Fence
@@ -35,12 +36,14 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,  # None = every kernel is launched by itself
         rank: Rank = WHOLE,
         guided: GuidedRows | None = None,  # None = no plan has a grammar
+        adapters: Adapters | None = None,  # None = no plan has an adapter
     ) -> None:
         self.rank = rank
         self._model = model
         self._cache = cache
         self._device = device
         self._graphs = graphs
+        self._adapters = adapters
         self._guided = guided or GuidedRows(_no_masks)
 
     @torch.inference_mode()
@@ -66,13 +69,14 @@ class ModelRunner:
         sampled = [seq for seq in sequences if seq.samples and self.rank.rank == 0]
         specs = [spec for seq in sampled for spec in seq.samples]
         allowed = self._guided.start(specs)
+        adapters = self._adapters.of_step(sequences) if self._adapters is not None else None
         has_all_rows = layer_hook is None and len(rows) == len(token_ids)
-        if has_all_rows and self._graphs is not None and self._graphs.can_run(batches[0]):
+        if adapters is None and has_all_rows and self._graphs is not None and self._graphs.can_run(batches[0]):
             logits = self._graphs.run(token_ids, batches)
         else:
             hook = _marking(self._cache.fence, layer_hook) if self._cache.fence is not None else layer_hook
             by_layer = self._cache.by_layer(batches)
-            logits = self._model.forward(token_ids, by_layer, self._cache.layers, self._int64(rows), hook)
+            logits = self._model.forward(token_ids, by_layer, self._cache.layers, self._int64(rows), hook, adapters)
         if self.rank.rank != 0:
             return ()
         scores, logits = _scored(sequences, logits)

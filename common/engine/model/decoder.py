@@ -11,6 +11,7 @@ from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.collectives import Collectives
 from common.engine.contract.device import Device, ExpertMlp, Layer, Tail
 from common.engine.contract.executor import LayerHook
+from common.engine.model.adapters import RowAdapters
 from common.engine.model.layers import attend, finish, read_layer, write_kv
 from common.engine.model.parallel import gathered
 from common.engine.model.rope import cos_sin_table
@@ -61,23 +62,25 @@ class Decoder:
         kv: Sequence[LayerKV],  # per layer
         logit_rows: torch.Tensor,  # [num_rows] int64, ascending: the tokens whose logits are wanted
         layer_hook: LayerHook | None = None,
+        adapters: RowAdapters | None = None,  # of all tokens
     ) -> torch.Tensor:
         """Logits [num_rows, vocab_size] float32. Writes KV of every token; `layer_hook(n)` follows layer n - 1's.
 
-        In the last layer only the wanted rows are computed past attention, and nothing when none is wanted.
+        In the last layer only the wanted rows are computed past attention, and nothing when none is wanted. With
+        adapters every layer goes operator by operator.
         """
         hidden = F.embedding(token_ids, self._embedding)
         if self._embedding_scale != 1.0:
             hidden.mul_(self._embedding_scale)
         done = 0
         while done < len(self._layers):
-            run = self._compiled.get(done)
+            run = self._compiled.get(done) if adapters is None else None
             run = run if run is not None and run.can_run(kv[done]) else None
             after = done + (run.num_layers if run is not None else 1)
             rows = logit_rows if after == len(self._layers) else None
             hook = _from(done, layer_hook)
             if run is None:
-                hidden = self._layer(done, hidden, batches[done], kv[done], rows, hook)
+                hidden = self._layer(done, hidden, batches[done], kv[done], rows, hook, adapters)
             else:
                 assert all(batch is batches[done] for batch in batches[done:after]), "layers of two groups in a run"
                 hidden = run.forward(hidden, batches[done], kv[done:after], rows, hook)
@@ -94,8 +97,9 @@ class Decoder:
         kv: LayerKV,
         rows: torch.Tensor | None,
         layer_hook: LayerHook | None,
+        adapters: RowAdapters | None,
     ) -> torch.Tensor:
-        layer = self._layers[idx]
+        layer = self._layers[idx] if adapters is None else adapters.changed(idx, self._layers[idx])
         q = write_kv(layer, self._device, hidden, kv, batch)
         if layer_hook is not None:
             layer_hook(1)
@@ -104,6 +108,7 @@ class Decoder:
         attended = attend(layer, self._device, q, kv, batch)
         if rows is not None:
             attended, hidden = attended[rows], hidden[rows]
+            layer = self._layers[idx] if adapters is None else adapters.at(rows).changed(idx, self._layers[idx])
         return finish(layer, self._device, attended, hidden)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

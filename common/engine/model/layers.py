@@ -94,7 +94,7 @@ def read_layer(
     def take(part: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = weights.take(f"{prefix}.{names[part]}.{kind}", shape)
         is_turned = part in ("q", "k") or (part in ("q_norm", "k_norm") and spec.qk_norm == "head")
-        return _placed(tensor, spec) if is_turned and (spec.rope.size or spec.rope.is_interleaved) else tensor
+        return placed(tensor, spec) if is_turned and (spec.rope.size or spec.rope.is_interleaved) else tensor
 
     def whole(part: str) -> torch.Tensor:
         return weights.take(f"{prefix}.{names[part]}.weight", spec.weights[part])
@@ -153,7 +153,7 @@ def _read_attention(
     return read_latent_weights(spec, spec.latent, whole, device.linear)
 
 
-def _placed(rows: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+def placed(rows: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
     """The rows of each head of q or k in the order of `Rope.places`."""
     places = spec.rope.places(spec.head_dim)
     return rows.view(-1, spec.head_dim, *rows.shape[1:])[:, places].reshape(rows.shape)

@@ -40,7 +40,7 @@ class PoolGroup:
 class BlockTables:
     """`watermark`: share of a pool that newcomers leave free, for sequences that grow; 0 where none does.
 
-    `hash_fields`: what a token's KV depends on besides tokens and salt. `max_chunk`: tokens of one step.
+    `hash_fields`: what a token's KV depends on besides tokens, salt and adapter. `max_chunk`: tokens of one step.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BlockTables:
 
     def hashes_of(self, work: Work) -> HashChain:
         """Of all full blocks of a request's tokens."""
-        root = hash_root(self._hash_fields, self.block_size, work.cache_salt)
+        root = hash_root(self._hash_fields, self.block_size, work.cache_salt, work.adapter.digest)
         return HashChain(root, block_hashes(work.token_ids, self.block_size, root))
 
     def match(self, hashes: HashChain, num_tokens: int) -> int:

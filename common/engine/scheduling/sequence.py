@@ -105,6 +105,7 @@ class Sequence:
             samples=self._samples() if end == len(self.token_ids) else (),
             scores=self._scores(end) if self.is_scoring else None,
             draft_token_ids=self.draft_token_ids,
+            adapter=self.work.adapter.digest,
         )
 
     def _samples(self) -> tuple[SampleSpec, ...]:

@@ -18,6 +18,7 @@ class Generation:
     tokens: list[SampledToken] = field(default_factory=list)
     num_done: int = 0  # tokens whose KV is written
     num_groups: int = 1
+    adapter: str = ""
 
     @property
     def token_ids(self) -> list[int]:
@@ -39,7 +40,7 @@ class Generation:
         spec = SampleSpec(self.choice_idx, len(self.tokens), self.params, len(self.prompt), history)
         samples = (spec,) if reaches_end else ()
         tables = (self.block_table,) * self.num_groups
-        scheduled = ScheduledSequence(sequence_id, tuple(new), self.num_done, tables, samples)
+        scheduled = ScheduledSequence(sequence_id, tuple(new), self.num_done, tables, samples, adapter=self.adapter)
         self.num_done += len(new)
         return scheduled
 

@@ -26,10 +26,11 @@ def test_hash_covers_every_token_parent_salt_field_and_block_size() -> None:
     hashes.append(last_hash(TOKENS + TOKENS))
     hashes.append(last_hash(TOKENS, hash_root(FIELDS, 16, b"tenant")))
     hashes += [last_hash(TOKENS, hash_root({**FIELDS, name: "other"}, 16)) for name in FIELDS]
-    hashes.append(last_hash(TOKENS, hash_root({**FIELDS, "adapter": "x"}, 16)))
+    hashes += [last_hash(TOKENS, hash_root(FIELDS, 16, adapter=digest)) for digest in ("x", "y")]
+    hashes.append(last_hash(TOKENS, hash_root(FIELDS, 16, b"x", "y")))
     hashes.append(last_hash(TOKENS, hash_root(FIELDS, 8), block_size=8))
-    assert len(hashes) == 24
-    assert len(set(hashes)) == 24
+    assert len(hashes) == 26
+    assert len(set(hashes)) == 26
 
 
 def test_no_two_inputs_share_an_encoding() -> None:

@@ -32,6 +32,7 @@ from common.values.messages import (
     WorkerStats,
 )
 from common.values.request import (
+    Adapter,
     ChunkTiming,
     Fingerprint,
     FinishReason,
@@ -76,6 +77,7 @@ WORK = Work(
     deadline_s=12.5,
     tenant="acme",
     num_prompt_logprobs=3,
+    adapter=Adapter("0a1b", "/adapters/a"),
 )
 KV_CHUNK = KvChunkTiming(0.25, 0, 4, 64)
 TOKENS = (
