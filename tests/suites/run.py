@@ -2,7 +2,7 @@
 
     python -m tests.suites.run [--only NAME,NAME]
 
-Serves the demo model in float32, one prefill and one decode worker, every prompt handed off. A suite that cannot be
+Serves the demo model in float32, one prefill and one decode worker, every prompt handed off, in chunks. A suite that cannot be
 installed or does not start costs its own rows. The exit code is 0 where every suite was run, whatever it says.
 """
 
@@ -26,6 +26,7 @@ from tests.suites.row import Row, table
 
 CHILDREN = Path(__file__).with_name("children")
 MODEL = "demo"
+CHUNK_TOKENS = 32  # so that the prompts of every suite are prefilled in several steps
 LIMIT_S = 1800
 Suite = Callable[[str, str, Path], Iterator[Row]]
 
@@ -216,7 +217,7 @@ def main() -> int:
     HOME.mkdir(parents=True, exist_ok=True)
     directory = model_directory()
     rows: list[Row] = []
-    config = {"model": {"served_name": MODEL}}
+    config = {"model": {"served_name": MODEL}, "prefill_worker": {"max_num_batched_tokens": CHUNK_TOKENS}}
     options = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
     with running_cluster(directory, *options, config=config) as cluster:
         for name in names:
