@@ -76,6 +76,9 @@ def description(version: str) -> dict[str, Any]:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation, schema_of)
     for body in _BODIES:
         _describe_unused(body, components[body.__name__])
+    for component in components.values():
+        if component.get("additionalProperties") is False:
+            component["additionalProperties"] = {"type": "null"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "pdserve", "version": version},

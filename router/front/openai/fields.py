@@ -2,7 +2,7 @@
 
 A field that changes no answer is accepted and ignored. One that is not offered is refused by name unless its value
 means "not used": silently dropping it would give an answer that the client did not ask for. Unknown fields
-are refused too, with the nearest known name.
+are refused too, with the nearest known name, unless they are null.
 """
 
 import difflib
@@ -19,10 +19,12 @@ Ignored = Annotated[Any, "ignored"]
 NotOffered = Annotated[Any, "not offered"]
 # Values besides null that mean the same as leaving the field out.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
     "allowed_tools": ([],),
     "annotations": ([],),
     "continue_final_message": (False,),
     "documents": ([],),
+    "echo": (False,),
     "functions": ([],),
     "function_call": ("none",),
     "include_obfuscation": (False,),

@@ -4,7 +4,7 @@ import codecs
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -20,21 +20,67 @@ _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`")
 # The one fault whose text repeats a value; names of fields are repeated on purpose.
 _ENUM_VALUE = re.compile(r"Invalid enum value .*", re.DOTALL)
+_STEP = re.compile(r"(?P<name>\w+)(?![\w\]])|\[[^]]*\]")  # of a path: a field or an item
 _MAX_PROBLEM_LENGTH = 200
+_MAX_PLACES = 16  # kinds of objects in a body, and some more
 
 
 def parse_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     """Raises InvalidRequest. Numbers are finite, text is valid Unicode, types are exact."""
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _explained(str(error), decoder.type) from error
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            return _without_unknown_nulls(body, decoder.type, error)
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         _explain_malformed(body)
         raise InvalidRequest(f"the body is no valid JSON: {str(error)[:_MAX_PROBLEM_LENGTH]}") from error
+
+
+def _without_unknown_nulls(body: bytes, body_type: type[BodyT], error: msgspec.ValidationError) -> BodyT:
+    """The body without null fields of names that we do not know: clients write all of theirs, used or not.
+
+    Raises InvalidRequest for whatever else is wrong.
+    """
+    value = msgspec.json.decode(body)
+    for _ in range(_MAX_PLACES):
+        if not _drop_nulls(value, str(error)):
+            break
+        try:
+            return msgspec.convert(value, body_type, str_keys=True)
+        except msgspec.ValidationError as next_error:
+            error = next_error
+    raise _explained(str(error), body_type) from error
+
+
+def _drop_nulls(value: object, message: str) -> bool:
+    """Of the object whose unknown field the message names, and of the other items of its lists: null is what a field
+    that we know says when it is left out. False: the unknown one is not null."""
+    located = _LOCATED.fullmatch(message)
+    assert located is not None
+    unknown = _UNKNOWN_FIELD.fullmatch(located["problem"])
+    if unknown is None:
+        return False
+    objects: list[object] = [value]
+    for part in _STEP.finditer(located["path"] or ""):
+        objects = list(_inner(objects, part["name"]))
+    holders = [each for each in objects if isinstance(each, dict) and each.get(unknown["name"], each) is None]
+    for holder in holders:
+        for name in [name for name, stated in holder.items() if stated is None]:
+            del holder[name]
+    return bool(holders)
+
+
+def _inner(objects: Iterable[object], name: str | None) -> Iterator[object]:
+    """Members of that name; None: items."""
+    for each in objects:
+        if name is None and isinstance(each, list):
+            yield from each
+        elif name is not None and isinstance(each, dict) and name in each:
+            yield each[name]
 
 
 def _explained(message: str, body_type: Any) -> InvalidRequest:

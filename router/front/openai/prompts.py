@@ -83,8 +83,9 @@ def message_of(message: MessageBody, param: str) -> Message:
         if getattr(message, name) and message.role != role:
             raise InvalidRequest(f"{param}.{name} belongs to the role {role}", param=f"{param}.{name}")
     calls = calls_of(message.tool_calls or (), f"{param}.tool_calls")
-    content = _content(message.content, f"{param}.content", is_optional=bool(calls))
     reasoning = message.reasoning_content or message.reasoning
+    stated = "" if message.content is None and reasoning and not calls else message.content  # our own cut answers
+    content = _content(stated, f"{param}.content", is_optional=bool(calls))
     return chat_message(message.role, content, message.name, reasoning, calls, message.tool_call_id)
 
 

@@ -87,6 +87,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     file: NotOffered = None
     image_url: NotOffered = None
     input_audio: NotOffered = None
+    annotations: NotOffered = None
     refusal: NotOffered = None
     video_url: NotOffered = None
 
@@ -126,9 +127,11 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
+    add_special_tokens: NotOffered = None
     audio: NotOffered = None
     chat_template: NotOffered = None
     continue_final_message: NotOffered = None
+    echo: NotOffered = None
     function_call: NotOffered = None
     functions: NotOffered = None
     modalities: NotOffered = None

@@ -4,7 +4,7 @@ from common.values.errors import InvalidRequest
 from router.front.openai.constraints import constraint_of
 from router.front.openai.fields import refuse_unsupported
 from router.front.openai.prompts import chat_prompt, prompts_of
-from router.front.openai.requests import ChatBody, CompletionBody, GenerationBody
+from router.front.openai.requests import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from router.front.openai.tools import tool_use
 from router.request.spec import RequestSpec
 
@@ -56,7 +56,7 @@ def chat_spec(body: ChatBody, deadline_s: float | None) -> RequestSpec:
 def _check_stream_options(body: GenerationBody) -> None:
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs is not available with stream", param="prompt_logprobs")
-    if body.stream_options is None:
+    if body.stream_options is None or body.stream_options == StreamOptions():
         return
     if not body.stream:
         raise InvalidRequest("stream_options is only allowed with stream", param="stream_options")
@@ -74,6 +74,6 @@ def _chat_max_tokens(body: ChatBody) -> tuple[int | None, str]:
 def _chat_logprobs(body: ChatBody) -> int | None:
     if body.logprobs:
         return 0 if body.top_logprobs is None else body.top_logprobs
-    if body.top_logprobs is not None:
+    if body.top_logprobs:
         raise InvalidRequest("top_logprobs is only allowed with logprobs", param="top_logprobs")
     return None

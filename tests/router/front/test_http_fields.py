@@ -39,6 +39,9 @@ async def refusal(rig: HttpRig, body: dict[str, Any], path: str = CHAT) -> dict[
         {"store": False, "service_tier": "auto"},
         {"service_tier": "default", "parallel_tool_calls": True, "verbosity": "medium"},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "best_of": 1},
+        {"top_logprobs": 0, "echo": False, "add_special_tokens": False},
+        {"stream": False, "stream_options": {}},
+        {"stream_options": {"include_usage": False, "include_obfuscation": None}},
     ],
     ids=str,
 )
@@ -62,12 +65,46 @@ async def test_what_changes_no_answer_is_accepted_and_changes_none(
         {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "tool_calls": [], "audio": None},
         {"role": "assistant", "content": "x", "reasoning_content": "thought"},
         {"role": "assistant", "content": "x", "reasoning": "thought", "function_call": None},
+        {"role": "assistant", "content": None, "reasoning": "cut off", "reasoning_content": "cut off"},
+        {"role": "user", "content": [{"type": "text", "text": "x", "annotations": []}]},
         {"role": "tool", "content": "4", "tool_call_id": "c"},
     ],
     ids=str,
 )
 async def test_messages_may_carry_what_clients_keep_with_them(rig: HttpRig, message: dict[str, Any]) -> None:
     assert (await rig.post(CHAT, {"messages": [message]})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"mm_processor_kwargs": None, "kv_transfer_params": None, "0": None, "a `b` - at `$.c`": None}, ""),
+        ({"messages": [{"role": "user", "content": "x", "a": None}, {"role": "user", "content": "y", "b": None}]}, ""),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "a": None}], "b": None}]}, ""),
+        ({"response_format": {"type": "text", "a": None}, "logit_bias": {"5": 1}, "a": None}, ""),
+        ({"tools": [{"type": "function", "a": None, "function": {"name": "f", "a": None}}]}, ""),
+        ({"messages": [{**USER[0], "a": None}, {**USER[0], "a": 0}]}, "messages[1].a"),
+        ({"a": None, "messages": None}, "messages"),
+        ({"a": None, "temperature": "1"}, "temperature"),
+        ({"a": None, "b": False}, "b"),
+    ],
+    ids=str,
+)
+async def test_a_null_field_of_any_name_says_nothing(rig: HttpRig, extra: dict[str, Any], param: str) -> None:
+    """Clients write all the fields that they know, used or not; what is wrong beside them is told as ever."""
+    body = {"messages": USER, **extra}
+    if param:
+        assert (await refusal(rig, body))["param"] == param
+        return
+    reply = await rig.post(CHAT, body)
+    assert reply.status_code == 200, reply.text
+
+
+async def test_a_null_within_a_schema_is_no_field(rig: HttpRig) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"const": None}}}}}]
+    reply = await rig.post("/tokenize", {"messages": USER, "tools": tools})
+    with_nulls = await rig.post("/tokenize", {"messages": USER, "tools": [{**tools[0], "a": None}], "b": None})
+    assert reply.json() == with_nulls.json()
 
 
 @pytest.mark.parametrize("body_type", [ChatBody, CompletionBody], ids=lambda body_type: body_type.__name__)
