@@ -60,7 +60,7 @@ soak: install
 
 # Small faults of all kinds, SAMPLE (20) per core, planted one at a time; how many the tests see. About an hour.
 mutation: install
-	@$(BIN)/python -m tests.tools.mutation --sample $(or $(SAMPLE),20)
+	@$(BIN)/python -m tests.tools.mutation --sample $(or $(SAMPLE),20) $(if $(KEEP),--keep)
 
 # Other people's test suites against a live server, each in an environment of its own under build/suites; what they say is
 # printed and written to build/suites.json. ONLY=openai,lm_eval,canary,langchain,guidellm takes some of them.

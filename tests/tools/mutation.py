@@ -1,12 +1,14 @@
 """`make mutation`: plants small faults, sampled from all that cosmic-ray can make in the cores, one at a time.
 
-    python -m tests.tools.mutation [AREA ...] [--sample 20] [--seed 1]
+    python -m tests.tools.mutation [AREA ...] [--sample 20] [--seed 1] [--keep]
 
 Each fault is planted alone, in a copy of the checkout; the area's own tests then run until one fails. A fault that
-makes tests hang counts as seen. Prints a line per fault and the score per area; writes build/mutation.json.
+makes tests hang counts as seen. Prints a line per fault and the score per area; writes build/mutation.json. `--keep`
+puts the areas' scores into docs/robustness.md, and leaves those of areas that were not run as they were.
 """
 
 import argparse
+import datetime
 import difflib
 import json
 import random
@@ -24,6 +26,7 @@ from tests.paths import ROOT
 COSMIC_RAY = "cosmic-ray==8.7.0"
 ENVIRONMENT = ROOT / "build" / "cosmic-ray"
 OUTPUT = ROOT / "build" / "mutation.json"
+KEPT = Path(__file__).with_name("data") / "mutation.json"
 LIMIT_S = 600.0
 
 
@@ -121,6 +124,30 @@ def _difference(before: str, after: str) -> str:
     return " ".join(line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---"))
 
 
+def scores(found: Sequence[Verdict]) -> dict[str, dict[str, object]]:
+    """Per area, with the faults that no test saw."""
+    of_areas = {name: [verdict for verdict in found if verdict.area == name] for name in AREAS}
+    return {
+        name: {
+            "planted": len(verdicts),
+            "seen": sum(verdict.is_seen for verdict in verdicts),
+            "date": str(datetime.date.today()),
+            "unseen": [f"{each.fault.path}: {each.change}" for each in verdicts if not each.is_seen],
+        }
+        for name, verdicts in of_areas.items()
+        if verdicts
+    }
+
+
+def keep(found: Sequence[Verdict]) -> None:
+    from tests.tools import robustness_doc
+
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    KEPT.parent.mkdir(exist_ok=True)
+    KEPT.write_text(json.dumps({**kept, **scores(found)}, indent=1) + "\n")
+    robustness_doc.main(["--write"])
+
+
 def copy_of_checkout(folder: Path) -> Path:
     """The tracked files as they are now."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -136,6 +163,7 @@ def main() -> int:
     parser.add_argument("areas", nargs="*", default=list(AREAS), help=f"of {', '.join(AREAS)}; default: all")
     parser.add_argument("--sample", type=int, default=20, help="faults per area")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", action="store_true", help="put the scores into docs/robustness.md")
     options = parser.parse_args()
     found: list[Verdict] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -143,11 +171,12 @@ def main() -> int:
             found.append(verdict)
             state = "seen    " if verdict.is_seen else "NOT SEEN"
             print(f"{state} {verdict.fault.path}:{verdict.fault.line}  {verdict.change}", flush=True)
-    for name in options.areas:
-        of_area = [verdict.is_seen for verdict in found if verdict.area == name]
-        print(f"{name:16} {sum(of_area)} of {len(of_area)} seen")
+    for name, score in scores(found).items():
+        print(f"{name:16} {score['seen']} of {score['planted']} seen")
     OUTPUT.parent.mkdir(exist_ok=True)
     OUTPUT.write_text(json.dumps([asdict(verdict) for verdict in found], indent=1))
+    if options.keep:
+        keep(found)
     return 0
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvtransfer.receiver import core as receiver
@@ -23,6 +24,7 @@ from tests.tools.named_tests import ROOT
 
 DATA = ROOT / "tests" / "chaos" / "data"
 DOC = ROOT / "docs" / "robustness.md"
+SAMPLED = Path(__file__).with_name("data") / "mutation.json"  # `tests.tools.mutation` keeps it
 _PART = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Rows = Mapping[tuple[type, Any], Callable[..., None]]
@@ -73,6 +75,18 @@ def mutants_table() -> Iterator[str]:
     yield _row("---", "---", "---")
     for mutant in MUTANTS:
         yield _row(mutant.name, f"`{mutant.target}`", "; ".join(_catcher(name) for name in mutant.caught_by))
+
+
+def mutation_scores() -> Iterator[str]:
+    """What was kept of each area's last run."""
+    if not SAMPLED.exists():
+        yield "No run is kept yet."
+        return
+    yield _row("area", "seen", "date", "what no test saw")
+    yield _row(*["---"] * 4)
+    for name, score in json.loads(SAMPLED.read_text()).items():
+        unseen = "; ".join(f"`{each}`" for each in score["unseen"]).replace("|", "or")
+        yield _row(name, f"{score['seen']} of {score['planted']}", score["date"], unseen or "-")
 
 
 def _catcher(name: str) -> str:
@@ -182,6 +196,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "explored": explored,
     "faults": faults_list,
     "mutants": mutants_table,
+    "mutation": mutation_scores,
     "chaos-rows": chaos_rows,
     "chaos-measured": lambda: chaos_measured("chaos.json"),
     "chaos-demo-measured": lambda: chaos_measured("chaos-demo.json"),
