@@ -2,8 +2,8 @@
 
     python -m tests.suites.run [--only NAME,NAME]
 
-Serves the demo model in float32, one prefill and one decode worker, every prompt handed off, in chunks. A suite that cannot be
-installed or does not start costs its own rows. The exit code is 0 where every suite was run, whatever it says.
+Serves the demo model in float32, one prefill and one decode worker, every prompt handed off, in chunks. A suite that
+cannot be installed or does not start costs its own rows. The exit code is 0 where every suite was run.
 """
 
 import argparse
