@@ -304,11 +304,11 @@ class _Checks:
             raise self._invalid(field, problem)
 
     def _too_long(self, num_prompt_tokens: int, max_tokens: int) -> ContextLengthExceeded:
-        field = "prompt" if num_prompt_tokens >= self._model.max_model_len else "max_tokens"
+        stated = self._name("max_tokens")
         return ContextLengthExceeded(
             f"the model's context is {self._model.max_model_len} tokens; "
-            f"the prompt has {num_prompt_tokens} and max_tokens asks for {_shortened(max_tokens)} more",
-            param=self._name(field),
+            f"the prompt has {num_prompt_tokens} and {stated} asks for {_shortened(max_tokens)} more",
+            param=self._name("prompt") if num_prompt_tokens >= self._model.max_model_len else stated,
         )
 
     def _invalid(self, field: str, problem: str) -> InvalidRequest:

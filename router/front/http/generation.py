@@ -42,7 +42,7 @@ from router.tenants.tenants import Tenant
 from router.text.choice_text import ChoiceDelta
 
 TRACE_PARENT_HEADER = "traceparent"
-_CLIENT_CLOSED_REQUEST = 499
+CLIENT_CLOSED_REQUEST = 499
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +129,16 @@ class GenerationEndpoints:
             if not (renderer.tells_tokens or body.continuous_usage):
                 job.plain_frames = PlainFrames(lambda index, delta: self._rendered(job, index, delta))
             return EventStream(
-                self._frames(job), lambda: _headers(job, request_id), request_id, self._settings.keep_alive_s
+                self._frames(job),
+                lambda: answer_headers(request_id, tenant, job.accepted),
+                request_id,
+                self._settings.keep_alive_s,
             )
         try:
             async with until_disconnected(request.scope):
                 return await self._whole(job, request_id)
         except ClientGone:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def _prompt_of(self, spec: RequestSpec, valid: ValidRequest) -> ScoredPrompt:
         text, token_ids = valid.echo_text or "", valid.generation.token_ids
@@ -154,7 +157,7 @@ class GenerationEndpoints:
                     case PromptLogprobs():
                         job.prompts[prompt_idx].pieces.append(update)
                     case Deltas():
-                        _check_not_aborted(update)
+                        check_not_aborted(update)
                         for delta in update.deltas:
                             choices[prompt_idx * job.num_choices + delta.choice_idx].add(delta)
                     case Summary():
@@ -176,7 +179,7 @@ class GenerationEndpoints:
         if isinstance(job.renderer, ChatRenderer):
             num_top = job.body.prompt_logprobs
             answer.prompt_logprobs = prompt_logprobs_of(job.prompts[0], num_top, self._frontend.token_texts)
-        headers = _headers(job, request_id) | {
+        headers = answer_headers(request_id, job.tenant, job.accepted) | {
             "x-pdserve-cached-tokens": str(answer.usage.prompt_tokens_details.cached_tokens),
             "server-timing": server_timing(_slowest(summaries).timings),
         }
@@ -199,7 +202,7 @@ class GenerationEndpoints:
                                 yield frame
                         if frames := b"".join(self._chunk(job, first_index, delta) for delta in update.deltas):
                             yield frames  # nothing written, nothing that puts off a keep-alive
-                        _check_not_aborted(update)
+                        check_not_aborted(update)
                     case Summary():
                         summaries.append(update)
         yield self._last_frames(job, summaries)
@@ -247,17 +250,18 @@ def _render_options(body: GenerationBody, *, has_logprobs: bool, num_top: int | 
     return RenderOptions(has_logprobs, num_top or 0, body.prompt_logprobs, bool(body.return_token_ids))
 
 
-def _headers(job: _Job, request_id: str) -> dict[str, str]:
-    headers = {REQUEST_ID_HEADER: request_id, **job.tenant.headers()}
-    if job.accepted is not None:
-        headers["x-pdserve-decode-worker"] = job.accepted.decode_worker_id
-        headers["x-pdserve-cached-tokens"] = str(job.accepted.num_cached_tokens)
-        if job.accepted.prefill_worker_id:
-            headers["x-pdserve-prefill-worker"] = job.accepted.prefill_worker_id
+def answer_headers(request_id: str, tenant: Tenant, accepted: Accepted | None) -> dict[str, str]:
+    """`accepted`: where the request is computed, once that is known."""
+    headers = {REQUEST_ID_HEADER: request_id, **tenant.headers()}
+    if accepted is not None:
+        headers["x-pdserve-decode-worker"] = accepted.decode_worker_id
+        headers["x-pdserve-cached-tokens"] = str(accepted.num_cached_tokens)
+        if accepted.prefill_worker_id:
+            headers["x-pdserve-prefill-worker"] = accepted.prefill_worker_id
     return headers
 
 
-def _check_not_aborted(update: Deltas) -> None:
+def check_not_aborted(update: Deltas) -> None:
     """Raises RequestCancelled."""
     if any(delta.end is not None and delta.end.reason is None for delta in update.deltas):
         raise RequestCancelled("the request was aborted, as its client asked")

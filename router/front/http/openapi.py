@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.front.openai.fields import NEUTRAL, Ignored, NotOffered, fields_of
+from router.front.openai.items.answers import ResponseAnswer
+from router.front.openai.items.requests import ItemStreamOptions, ReasoningOptions, ResponseBody, TextOptionsBody
 from router.front.openai.requests import (
     ChatBody,
     CompletionBody,
@@ -33,7 +35,10 @@ from router.front.openai.responses import (
 )
 
 _REFERENCE = "#/components/schemas/{name}"
-_BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, StreamOptions, MessageBody, ContentPart)
+_BODIES = (
+    *(ChatBody, CompletionBody, ResponseBody, TokenizeBody, DetokenizeBody, StreamOptions, MessageBody, ContentPart),
+    *(TextOptionsBody, ReasoningOptions, ItemStreamOptions),
+)
 _OBJECT = {"type": "object"}
 
 
@@ -53,6 +58,8 @@ _OPERATIONS = (
                ChatBody, Answer[ChatChoice]),
     _Operation("post", "/v1/completions", "Continue texts or token ids, whole or as a stream of server-sent events.",
                CompletionBody, Answer[CompletionChoice]),
+    _Operation("post", "/v1/responses", "Answer a conversation of items, whole or as a stream of server-sent events.",
+               ResponseBody, ResponseAnswer),
     _Operation("get", "/v1/models", "The model that is served.", answer=ModelList),
     _Operation("get", "/v1/models/{model}", "The model, if it is served.", answer=ModelCard),
     _Operation("post", "/tokenize", "Token ids of a text or a conversation.", TokenizeBody, TokenizeAnswer),
@@ -90,7 +97,7 @@ def description(version: str) -> dict[str, Any]:
 
 def _described(operation: _Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     answer = {operation.media_type: {"schema": schema_of[operation.answer] if operation.answer else {}}}
-    if operation.body in (ChatBody, CompletionBody):
+    if operation.body in (ChatBody, CompletionBody, ResponseBody):
         answer["text/event-stream"] = {"schema": {"type": "string"}}
     error = {"description": "An error.", "content": {"application/json": {"schema": schema_of[ErrorBody]}}}
     if operation.path == "/health":

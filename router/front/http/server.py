@@ -1,6 +1,6 @@
 """The HTTP application: which path is answered by what. FastAPI is the shell; bodies are read and written as bytes.
 
-No body is checked against a schema at run time, and no page of the framework's own is offered. The two paths that
+No body is checked against a schema at run time, and no page of the framework's own is offered. The paths that
 generate are answered without the framework: its layers would be called again for every event of a stream.
 """
 
@@ -22,6 +22,7 @@ from router.front.http.gate import HttpGate
 from router.front.http.generation import GenerationEndpoints, HttpSettings
 from router.front.http.io import REQUEST_ID_HEADER, Endpoint, guarded, json_response, request_id_of
 from router.front.http.openapi import DescriptionEndpoints
+from router.front.http.responses import ResponseEndpoint
 from router.front.http.ui import PageEndpoints
 from router.front.openai.responses import ErrorBody, ErrorInfo
 from router.tenants.access import Access, Need
@@ -41,12 +42,15 @@ _ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
 def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks, access: Access) -> ASGIApp:
     """All routes over one front end. Call it inside the event loop that serves."""
     gate = HttpGate(access)
-    generation = GenerationEndpoints(frontend, settings)
+    generation, responses = GenerationEndpoints(frontend, settings), ResponseEndpoint(frontend, settings)
     admin = AdminEndpoints(frontend, hooks, settings.max_body_bytes, gate)
     app = FastAPI(
         docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, telemetry=_NO_FRAMEWORK_TELEMETRY
     )
-    generation_routes, admin_routes = _generation_routes(generation), _admin_routes(admin, StateFeed(frontend, hooks))
+    generation_routes, admin_routes = (
+        _generation_routes(generation, responses),
+        _admin_routes(admin, StateFeed(frontend, hooks)),
+    )
     page_routes = _page_routes(PageEndpoints(), DescriptionEndpoints(hooks.version))
     routes = [*generation_routes, *_probe_routes(admin), *page_routes, *admin_routes]
 
@@ -96,10 +100,11 @@ class _OpenToSites:
         await (self._open_app if is_open else self._app)(scope, receive, send)
 
 
-def _generation_routes(generation: GenerationEndpoints) -> list[_Route]:
+def _generation_routes(generation: GenerationEndpoints, responses: ResponseEndpoint) -> list[_Route]:
     return [
         ("/v1/chat/completions", generation.chat, Need.TENANT, ("POST",)),
         ("/v1/completions", generation.completions, Need.TENANT, ("POST",)),
+        ("/v1/responses", responses.create, Need.TENANT, ("POST",)),
     ]
 
 

@@ -56,9 +56,10 @@ def _connection_of(scope: Scope) -> ClientConnection:
     return connection
 
 
-def sse_frame(value: object) -> bytes:
+def sse_frame(value: object, name: str = "") -> bytes:
     """One server-sent event."""
-    return b"data: %b\n\n" % _on_one_line(_encoder.encode(value))
+    data = _on_one_line(_encoder.encode(value))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data) if name else b"data: %b\n\n" % data
 
 
 def sse_text(text: str) -> bytes:

@@ -22,6 +22,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "allowed_tools": ([],),
     "annotations": ([],),
+    "background": (False,),
+    "context_management": ([],),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
@@ -36,12 +38,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "stream_interval": (1,),
     "suffix": ("",),
+    "truncation": ("disabled",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
 _ADVICE = {
+    "conversation": "nothing is kept here: send the items as input",
     "functions": "use tools",
     "function_call": "use tool_choice and tool_calls",
+    "previous_response_id": "nothing is kept here: send the items as input",
     "request_id": "send it as the X-Request-Id header",
     "truncate_prompt_tokens": "shorten the prompt",
 }

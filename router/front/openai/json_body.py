@@ -32,7 +32,7 @@ def parse_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
-            return _without_unknown_nulls(body, decoder.type, error)
+            return _without_unknown_nulls(msgspec.json.decode(body), decoder.type, error)
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -40,12 +40,22 @@ def parse_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
         raise InvalidRequest(f"the body is no valid JSON: {str(error)[:_MAX_PROBLEM_LENGTH]}") from error
 
 
-def _without_unknown_nulls(body: bytes, body_type: type[BodyT], error: msgspec.ValidationError) -> BodyT:
-    """The body without null fields of names that we do not know: clients write all of theirs, used or not.
+def converted(value: object, part_type: type[BodyT], path: str) -> BodyT:
+    """A part of a body, at `path`, as its structure. Raises InvalidRequest."""
+    try:
+        return msgspec.convert(value, part_type)
+    except msgspec.ValidationError as error:
+        return _without_unknown_nulls(value, part_type, error, path)
+
+
+def _without_unknown_nulls(
+    value: object, body_type: type[BodyT], error: msgspec.ValidationError, outer: str = ""
+) -> BodyT:
+    """A body, or its part at `outer`, without null fields of names that we do not know: clients write all of theirs,
+    used or not.
 
     Raises InvalidRequest for whatever else is wrong.
     """
-    value = msgspec.json.decode(body)
     for _ in range(_MAX_PLACES):
         if not _drop_nulls(value, str(error)):
             break
@@ -53,7 +63,7 @@ def _without_unknown_nulls(body: bytes, body_type: type[BodyT], error: msgspec.V
             return msgspec.convert(value, body_type, str_keys=True)
         except msgspec.ValidationError as next_error:
             error = next_error
-    raise _explained(str(error), body_type) from error
+    raise _explained(str(error), body_type, outer) from error
 
 
 def _drop_nulls(value: object, message: str) -> bool:
@@ -83,12 +93,13 @@ def _inner(objects: Iterable[object], name: str | None) -> Iterator[object]:
             yield each[name]
 
 
-def _explained(message: str, body_type: Any) -> InvalidRequest:
+def _explained(message: str, body_type: Any, outer: str = "") -> InvalidRequest:
     located = _LOCATED.fullmatch(message)
     assert located is not None
-    problem, path = located["problem"], located["path"] or ""
+    problem, inner = located["problem"], located["path"] or ""
+    path = f"{outer}.{inner}" if outer and inner and not inner.startswith("[") else outer + inner
     if unknown := _UNKNOWN_FIELD.fullmatch(problem):
-        known = () if path else body_type.__struct_fields__
+        known = () if inner else body_type.__struct_fields__
         return unknown_field(unknown["name"], path, known)
     if missing := _MISSING_FIELD.fullmatch(problem):
         param = f"{path}.{missing['name']}" if path else missing["name"]

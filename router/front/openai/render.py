@@ -154,16 +154,8 @@ class ChatRenderer:
     def _logprobs(self, tokens: Sequence[SampledToken]) -> ChatLogprobs | None:
         if not self._options.has_logprobs:
             return None
-        return ChatLogprobs([self._token_logprob(token) for token in tokens])
-
-    def _token_logprob(self, token: SampledToken) -> TokenLogprob:
-        texts = self._token_texts
-        top = [
-            TopLogprob(texts.text(token_id), _finite(logprob), list(texts.raw(token_id)))
-            for token_id, logprob in token.top[: self._options.num_top_logprobs]
-        ]
-        raw = list(texts.raw(token.token_id))
-        return TokenLogprob(texts.text(token.token_id), _finite(token.logprob), raw, top)
+        num_top = self._options.num_top_logprobs
+        return ChatLogprobs([token_logprob_of(token, num_top, self._token_texts) for token in tokens])
 
 
 class CompletionRenderer:
@@ -240,6 +232,14 @@ class CompletionRenderer:
         for token_id, logprob in token.top[: self._options.num_top_logprobs]:
             logprobs.setdefault(text(token_id), _finite(logprob))
         return {**logprobs, text(token.token_id): _finite(token.logprob)}
+
+
+def token_logprob_of(token: SampledToken, num_top: int, texts: TokenTexts) -> TokenLogprob:
+    top = [
+        TopLogprob(texts.text(token_id), _finite(logprob), list(texts.raw(token_id)))
+        for token_id, logprob in token.top[:num_top]
+    ]
+    return TokenLogprob(texts.text(token.token_id), _finite(token.logprob), list(texts.raw(token.token_id)), top)
 
 
 def prompt_logprobs_of(prompt: ScoredPrompt, num_top: int | None, token_texts: TokenTexts) -> PromptTokens | UnsetType:

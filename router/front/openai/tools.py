@@ -24,7 +24,15 @@ class FunctionBody(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
+class FunctionTool(FunctionBody, forbid_unknown_fields=True, kw_only=True):
+    """In one piece, as responses have it."""
+
+    type: Literal["function"]
+
+
 class ToolBody(msgspec.Struct, forbid_unknown_fields=True):
+    """In two pieces, as chats have it."""
+
     type: str
     function: FunctionBody | None = None
     cache_control: Ignored = None
@@ -73,7 +81,7 @@ class CallBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def tool_use(
-    stated: Sequence[ToolBody],
+    stated: Sequence[ToolBody | FunctionTool],
     choice: ToolChoice | None,
     parallel: bool | None,
     params: tuple[str, str] = ("tools", "tool_choice"),
@@ -105,7 +113,7 @@ def _choice_of(choice: ToolChoice | None) -> tuple[Mode, frozenset[str]]:
     raise InvalidRequest(f"tool_choice of type {choice.type} names no function", param=f"tool_choice.{choice.type}")
 
 
-def checked_tools(stated: Sequence[ToolBody], param: str) -> tuple[Tool, ...]:
+def checked_tools(stated: Sequence[ToolBody | FunctionTool], param: str) -> tuple[Tool, ...]:
     if len(stated) > limits.MAX_TOOLS:
         raise InvalidRequest(f"{param} holds more than {limits.MAX_TOOLS} tools", param=param)
     tools = tuple(_tool(tool, f"{param}[{idx}]") for idx, tool in enumerate(stated))
@@ -116,16 +124,20 @@ def checked_tools(stated: Sequence[ToolBody], param: str) -> tuple[Tool, ...]:
     return tools
 
 
-def _tool(stated: ToolBody, param: str) -> Tool:
-    if stated.type != "function":
+def check_tool_type(stated: object, param: str) -> None:
+    if stated != "function":
         raise Unsupported(f"{param}.type: only tools of type 'function' are supported", param=f"{param}.type")
-    function = stated.function
+
+
+def _tool(stated: ToolBody | FunctionTool, param: str) -> Tool:
+    check_tool_type(stated.type, param)
+    function, where = (stated, param) if isinstance(stated, FunctionTool) else (stated.function, f"{param}.function")
     if function is None:
-        raise InvalidRequest(f"{param}.function is missing", param=f"{param}.function")
+        raise InvalidRequest(f"{where} is missing", param=where)
     if not _NAME.fullmatch(function.name):
-        message = f"{param}.function.name must be 1 to 64 letters, digits, '_', '-' or '.'"
-        raise InvalidRequest(message, param=f"{param}.function.name")
-    parameters = f"{param}.function.parameters"
+        message = f"{where}.name must be 1 to 64 letters, digits, '_', '-' or '.'"
+        raise InvalidRequest(message, param=f"{where}.name")
+    parameters = f"{where}.parameters"
     kind = (function.parameters or {}).get("type", "object")
     if kind != "object":
         raise InvalidRequest(f"{parameters} must be a schema of the type object", param=parameters)
@@ -134,16 +146,17 @@ def _tool(stated: ToolBody, param: str) -> Tool:
 
 def calls_of(stated: Sequence[CallBody], param: str) -> list[dict[str, Any]]:
     """As templates know calls: their arguments are objects. Raises InvalidRequest."""
-    return [_call(call, f"{param}[{idx}]") for idx, call in enumerate(stated)]
+    return [call_of(call.function, call.id, f"{param}[{idx}].function.arguments") for idx, call in enumerate(stated)]
 
 
-def _call(call: CallBody, param: str) -> dict[str, Any]:
-    arguments, where = call.function.arguments or {}, f"{param}.function.arguments"
+def call_of(function: CallFunctionBody, call_id: str | None, param: str) -> dict[str, Any]:
+    """`param`: of the arguments. Raises InvalidRequest."""
+    arguments = function.arguments or {}
     if isinstance(arguments, str):
-        arguments = _object(arguments, where)
-    check_nesting([arguments], where, limits.MAX_TOOL_VALUES)
-    identity = {"id": call.id} if call.id else {}
-    return {**identity, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+        arguments = _object(arguments, param)
+    check_nesting([arguments], param, limits.MAX_TOOL_VALUES)
+    identity = {"id": call_id} if call_id else {}
+    return {**identity, "type": "function", "function": {"name": function.name, "arguments": arguments}}
 
 
 def _object(text: str, param: str) -> dict[str, Any]:
