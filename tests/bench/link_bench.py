@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -120,6 +121,9 @@ def _way(links: dict[str, ProcessGroupLink], kind: str) -> tuple[ProcessGroupLin
 
 class _NoRows:
     """A `KVPacker` that leaves the buffer as it is."""
+
+    def beside_compute(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def gather(self, chunk: Chunk, block_table: tuple[int, ...], out: torch.Tensor) -> None: ...
 

@@ -281,7 +281,8 @@ async def test_what_changes_no_answer_is_accepted() -> None:
     async with rig_of(saying("Hello.")) as rig:
         await ask(rig, store=True, service_tier="auto", truncation="disabled", background=False, max_tool_calls=3,
                   prompt_cache_key="k", safety_identifier="s", include=["reasoning.encrypted_content"],
-                  input=[{"role": "user", "content": "x", "colour": None}], text={"verbosity": "medium"}, reasoning={"effort": None}, parallel_tool_calls=False)  # fmt: skip
+                  input=[{"role": "user", "content": "x", "colour": None}],
+                  text={"verbosity": "medium"}, reasoning={"effort": None}, parallel_tool_calls=False)  # fmt: skip
 
 
 async def test_a_choice_of_tools_is_the_one_that_chats_have() -> None:
