@@ -34,7 +34,8 @@ def parse_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
         except msgspec.ValidationError as error:
             if "unknown field" not in str(error):  # a number may be too large for a second reading
                 raise _explained(str(error), decoder.type) from error
-            return _without_unknown_nulls(msgspec.json.decode(body), decoder.type, error)
+            found: BodyT = _without_unknown_nulls(msgspec.json.decode(body), decoder.type, error)
+            return found
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -47,12 +48,11 @@ def converted(value: object, part_type: type[BodyT], path: str) -> BodyT:
     try:
         return msgspec.convert(value, part_type)
     except msgspec.ValidationError as error:
-        return _without_unknown_nulls(value, part_type, error, path)
+        found: BodyT = _without_unknown_nulls(value, part_type, error, path)
+        return found
 
 
-def _without_unknown_nulls(
-    value: object, body_type: type[BodyT], error: msgspec.ValidationError, outer: str = ""
-) -> BodyT:
+def _without_unknown_nulls(value: object, body_type: Any, error: msgspec.ValidationError, outer: str = "") -> Any:
     """A body, or its part at `outer`, without null fields of names that we do not know: clients write all of theirs,
     used or not.
 
