@@ -110,6 +110,7 @@ class Reference:
     def __init__(self, directory: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        torch.set_num_threads(1)  # two that wait for each other stand still beside a busy server
         self._known: dict[tuple[str, str], tuple[float, int, bool]] = {}
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
         self._model: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
