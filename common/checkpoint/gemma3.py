@@ -1,5 +1,6 @@
 """What Gemma 3 has besides the layers of its family: windows, two RoPE bases, scaled embeddings. Pure."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
@@ -28,7 +29,7 @@ def gemma3_of_config(config: Mapping[str, Any], hidden_size: int) -> tuple[Rope,
     if config.get("use_bidirectional_attention"):
         raise CheckpointError("config.json: use_bidirectional_attention=True is not supported")
     scalar = config.get("query_pre_attn_scalar")
-    if isinstance(scalar, bool) or not isinstance(scalar, int | float) or scalar <= 0:
+    if isinstance(scalar, bool) or not isinstance(scalar, int | float) or not 0 < scalar < math.inf:
         raise CheckpointError(f"config.json: query_pre_attn_scalar should be a positive number, got {scalar!r}")
     by_kind = config.get("rope_parameters") or {}
     of_all = dict(by_kind.get("full_attention") or {}) | dict(config.get("rope_scaling") or {})

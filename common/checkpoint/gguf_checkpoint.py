@@ -1,5 +1,6 @@
 """Reads what a GGUF model says about itself: shape, tensors, tokenizer, chat template."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from common.checkpoint.gguf_experts import family_of_gguf, read_gguf_experts
 from common.checkpoint.gguf_files import GgufFiles, gguf_served_name, read_gguf_files
 from common.checkpoint.gguf_rope import ROPE_TENSORS, read_gguf_rope
 from common.checkpoint.gguf_tokenizer import TEMPLATE_NAMES, build_tokenizer, read_vocabulary, tokenizer_digest
-from common.checkpoint.spec import CheckpointError, ModelSpec
+from common.checkpoint.spec import CheckpointError, ModelSpec, within_layers
 from common.checkpoint.tensors import StoredTensor, check_tensors
 
 # Name in GGUF -> part of a layer, as `Family.names` has it.
@@ -129,9 +130,9 @@ def _spec_of(family: str, architecture: str, files: GgufFiles) -> ModelSpec:
         raise CheckpointError(f"{architecture}.attention.value_length differs from key_length: not supported")
     rope = read_gguf_rope(files.metadata, architecture, head_dim, files.tensors)
     epsilon = files.metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon")
-    if not isinstance(epsilon, float):
+    if not isinstance(epsilon, float) or not 0 <= epsilon < math.inf:
         raise CheckpointError(f"{architecture}.attention.layer_norm_rms_epsilon should be a number, got {epsilon!r}")
-    num_layers = integer("block_count")
+    num_layers = within_layers(f"{architecture}.block_count", integer("block_count"))
     if family == "granite":
         raise CheckpointError("architecture 'granite' is not read from GGUF; use the Hugging Face directory")
     spec = ModelSpec(

@@ -39,7 +39,7 @@ class _Fields:
 
     def number(self, name: str, absent: float) -> float:
         value = self._metadata.get(self._prefix + name, absent)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise CheckpointError(f"{self._prefix}{name} should be a positive number, got {value!r:.80}")
         return float(value)
 

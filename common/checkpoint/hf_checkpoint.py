@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,15 @@ from common.checkpoint.safetensors_files import have_equal_bytes, stored_tensors
 from common.checkpoint.spec import CheckpointError, ModelSpec
 from common.checkpoint.tensors import StoredTensor, Tensor, check_tensors
 
-GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+# Least, most, whether it is an integer: what a request may state (`router.request.spec`).
+GENERATION_RANGES = {
+    "temperature": (0.0, 2.0, False),
+    "top_p": (math.nextafter(0.0, 1.0), 1.0, False),
+    "top_k": (-1.0, math.inf, True),
+    "min_p": (0.0, 1.0, False),
+    "repetition_penalty": (0.01, 100.0, False),
+    "max_new_tokens": (1.0, math.inf, True),
+}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HUB_DIRECTORY = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
 
@@ -47,7 +56,11 @@ def open_huggingface(path: Path) -> Checkpoint:
         chat_template=read_chat_template(path, tokenizer_config),
         special_tokens=special_tokens,
         bos_token_id=_id_of(tokenizer, special_tokens.get("bos_token")),
-        eos_token_ids=_eos_token_ids(path, tokenizer, special_tokens, [generation, config]),
+        eos_token_ids=tuple(
+            token_id
+            for token_id in _eos_token_ids(path, tokenizer, special_tokens, [generation, config])
+            if token_id < spec.vocab_size  # none beyond it is ever drawn
+        ),
         generation_defaults=_generation_defaults(generation),
         digest=digest_files([json.dumps(config, sort_keys=True).encode()], weight_files(path)),
         tokenizer_digest=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
@@ -122,4 +135,18 @@ def _id_of(tokenizer: Tokenizer, token: str | list[str] | None) -> int | None:
 
 
 def _generation_defaults(generation: dict[str, Any]) -> GenerationDefaults:
-    return {name: generation[name] for name in GENERATION_FIELDS if generation.get(name) is not None}
+    """Every request that states nothing else takes them, so what no request may state is refused here."""
+    advised = {name: generation[name] for name in GENERATION_RANGES if generation.get(name) is not None}
+    for name, value in advised.items():
+        low, high, is_whole = GENERATION_RANGES[name]
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int if is_whole else int | float)
+            or not low <= value <= high
+        ):
+            kind = "an integer" if is_whole else "a number"
+            raise CheckpointError(
+                f"generation_config.json: {name} should be {kind} from {low:g} to {high:g}, got {value!r:.80}; "
+                "correct it, or remove it"
+            )
+    return advised

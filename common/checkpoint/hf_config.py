@@ -1,5 +1,6 @@
 """Turns a Hugging Face config.json into a ModelSpec, and refuses by name what the forward pass does not do. Pure."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypedDict
@@ -12,7 +13,7 @@ from common.checkpoint.hf_experts import read_experts
 from common.checkpoint.hf_rope import read_phi3_rope, read_rope
 from common.checkpoint.quantization import read_quantization
 from common.checkpoint.rope import DynamicScaling, Rope
-from common.checkpoint.spec import CheckpointError, ModelSpec
+from common.checkpoint.spec import CheckpointError, ModelSpec, within_layers
 
 
 class ScaleFields(TypedDict, total=False):
@@ -99,7 +100,7 @@ def parse_config(config: Config) -> ModelSpec:
         config = deepseek_shape(config)
     _refuse_unsupported(config, architecture)
     read_quantization(config)
-    num_layers = _required(config, "num_hidden_layers")
+    num_layers = within_layers("config.json: num_hidden_layers", _required(config, "num_hidden_layers"))
     num_heads = _required(config, "num_attention_heads")
     hidden_size = _required(config, "hidden_size")
     gemma3 = gemma3_of_config(config, hidden_size) if architecture == "gemma3" else None
@@ -162,7 +163,7 @@ def _scales(config: Config, architecture: str) -> ScaleFields:
 
 def _factor(config: Config, name: str) -> float:
     value = config.get(name, 1.0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CheckpointError(f"config.json: {name} should be a positive number, got {value!r}")
     return float(value)
 
@@ -187,7 +188,7 @@ def _optional(config: Config, name: str) -> int | None:
 
 def _epsilon(config: Config) -> float:
     value = config.get("rms_norm_eps", 1e-6)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise CheckpointError(f"config.json: rms_norm_eps should be a number, got {value!r}")
     return float(value)
 

@@ -132,13 +132,15 @@ def _stated(fields: Config, name: str) -> float | None:
 
 def _number(fields: Config, name: str, default: float | None = None) -> float:
     value = fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CheckpointError(f"config.json: {name} should be a positive number, got {value!r}")
     return float(value)
 
 
 def _numbers(fields: Config, name: str) -> tuple[float, ...]:
     values = fields.get(name)
-    if not isinstance(values, list) or not all(isinstance(value, int | float) and value > 0 for value in values):
+    if not isinstance(values, list) or not all(
+        isinstance(value, int | float) and 0 < value < math.inf for value in values
+    ):
         raise CheckpointError(f"config.json: {name} should be a list of positive numbers, got {values!r:.80}")
     return tuple(map(float, values))

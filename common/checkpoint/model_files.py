@@ -28,6 +28,8 @@ def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
         value = json.loads(content)
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is nested too deeply for a model's file") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} should hold a JSON object")
     return value

@@ -10,6 +10,15 @@ class CheckpointError(ValueError):
     """The model files are missing, damaged, or need something that pdserve does not offer. Names the file or field."""
 
 
+MAX_LAYERS = 10_000  # beyond any model's; each costs memory before a weight is looked for
+
+
+def within_layers(field: str, number: int) -> int:
+    if number > MAX_LAYERS:
+        raise CheckpointError(f"{field} is {number}, beyond any model's; {MAX_LAYERS} at most")
+    return number
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Everything that the forward pass depends on besides the weights."""

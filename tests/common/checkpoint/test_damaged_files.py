@@ -125,6 +125,17 @@ def test_weights_of_another_kind_are_named(model_path: Path, name: str, words: s
         ("chat_template.jinja", "{{ x | no_such_filter }}", "No filter named 'no_such_filter'"),
         ("chat_template.jinja", "\udcff", "chat_template.jinja is not UTF-8"),
         ("chat_template.json", '{"chat_template": 3}', "chat_template should be text"),
+        ("config.json", "[" * 100_000 + "]" * 100_000, "config.json is nested too deeply"),
+        ("generation_config.json", '{"temperature": "0.7"}', "temperature should be a number from 0 to 2, got '0.7'"),
+        ("generation_config.json", '{"temperature": NaN}', "temperature should be a number from 0 to 2, got nan"),
+        ("generation_config.json", '{"top_p": 0.0}', "top_p should be a number"),
+        ("generation_config.json", '{"top_k": 50.0}', "top_k should be an integer from -1 to inf, got 50.0"),
+        (
+            "generation_config.json",
+            '{"repetition_penalty": 0}',
+            "repetition_penalty should be a number from 0.01 to 100",
+        ),
+        ("generation_config.json", '{"max_new_tokens": true}', "max_new_tokens should be an integer"),
         ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id should be an integer or a list of them"),
     ],
 )

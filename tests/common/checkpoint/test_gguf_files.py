@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,9 @@ def test_frequencies_of_another_scaling_are_kept_as_they_are(directory: Path, tm
         ({"llama__attention__value_length": 8}, "llama.attention.value_length differs from key_length"),
         ({"llama__context_length": "long"}, "'llama.context_length' should be a positive integer, got 'long'"),
         ({"llama__attention__head_count_kv": [2, 1]}, r"head_count_kv' should be a positive integer, got \[2, 1\]"),
+        ({"llama__block_count": 10**9}, "llama.block_count is 1000000000, beyond any model's"),
+        ({"llama__attention__layer_norm_rms_epsilon": math.nan}, "rms_epsilon should be a number, got nan"),
+        ({"llama__rope__freq_base": math.inf}, "llama.rope.freq_base should be a positive number, got inf"),
         ({"general__alignment": "x"}, "general.alignment should be a positive integer, got 'x'"),
         ({"tokenizer__chat_template": 3}, "tokenizer.chat_template should be text"),
         ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model 'bert' is not supported"),

@@ -58,6 +58,13 @@ def test_every_eos_id_is_collected_with_the_tokenizers_own_first(model_path: Pat
     assert open_checkpoint(model_path).eos_token_ids == (1, 2, 7)
 
 
+def test_an_eos_beyond_the_vocabulary_is_none(model_path: Path) -> None:
+    """It is never drawn, and nothing may look for its logit."""
+    vocab_size = open_checkpoint(model_path).config.vocab_size
+    edit(model_path / "generation_config.json", eos_token_id=[2, vocab_size - 1, vocab_size, 10**9])
+    assert open_checkpoint(model_path).eos_token_ids == (1, 2, vocab_size - 1)
+
+
 def test_eos_falls_back_to_the_model_config(model_path: Path) -> None:
     (model_path / "generation_config.json").unlink()
     (model_path / "tokenizer_config.json").unlink()

@@ -1,5 +1,6 @@
 """config.json to ModelSpec."""
 
+import math
 from typing import Any
 
 import pytest
@@ -77,6 +78,11 @@ def test_architectures_differ_in_bias_and_head_norm(architecture: str, has_bias:
         {"hidden_act": "gelu"},
         {"rope_scaling": {"rope_type": "xpos", "factor": 4.0}},
         {"num_hidden_layers": "3"},
+        {"num_hidden_layers": 10**9},
+        {"rms_norm_eps": math.nan},
+        {"rms_norm_eps": math.inf},
+        {"rope_theta": math.inf},
+        {"rope_theta": math.nan},
         {"vocab_size": None},
         {"num_key_value_heads": 4},
         {"head_dim": 7},

@@ -1,16 +1,18 @@
 """The table of ranges, and what a request becomes for the workers."""
 
 import dataclasses
+import math
 import random
 from typing import Any
 
 import pytest
 
+from common.checkpoint.hf_checkpoint import GENERATION_RANGES
 from common.values.errors import InvalidRequest
 from common.values.ids import RequestId
 from common.values.request import SamplingParams
 from router.request.served_model import ServedModel
-from router.request.spec import ChatPrompt, RequestSpec, Stated, TextPrompt
+from router.request.spec import RANGES, ChatPrompt, RequestSpec, Stated, TextPrompt
 from router.request.validation import Validator, ValidRequest
 from router.tenants.tenants import Tenant
 from tests.router.front.http_rig import MODEL, ids
@@ -92,6 +94,14 @@ def test_the_models_advice_applies_where_the_client_says_nothing() -> None:
     assert advised.max_tokens == 7
     plain = sampled()
     assert (plain.temperature, plain.top_p, plain.top_k, plain.max_tokens) == (1.0, 1.0, 0, 16)
+
+
+def test_a_models_advice_may_be_what_a_request_may_state() -> None:
+    for name, (low, high, _) in GENERATION_RANGES.items():
+        if name != "max_new_tokens":
+            allowed = RANGES[name]
+            assert allowed.holds(low) and not allowed.holds(math.nextafter(low, -math.inf))
+            assert allowed.high == high
 
 
 def test_a_bad_word_is_kept_out_at_the_beginning_of_a_text_and_after_a_space() -> None:
