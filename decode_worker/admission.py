@@ -58,19 +58,23 @@ def _permanent_problem(work: Work, scheduler: Scheduler) -> str | None:
     # The KV of a choice's last token is never needed. One choice alone must fit; its siblings can wait.
     num_tokens = max(len(work.token_ids), work.num_prompt_tokens + work.sampling.max_tokens - 1)
     problem = scheduler.blocks.never_fits(num_tokens)
-    if problem is None and len(work.choices) > scheduler.limits.max_num_queued:
-        problem = f"{len(work.choices)} choices, at most {scheduler.limits.max_num_queued}"
+    if problem is None and work.num_sequences > scheduler.limits.max_num_queued:
+        problem = f"{work.num_sequences} choices or beams, at most {scheduler.limits.max_num_queued}"
     return problem
 
 
 def _passing_problem(work: Work, state: CoreState[DecodeRequest]) -> str | None:
     if state.draining.is_requested:
         return "draining"
-    num_choices = sum(len(request.live_choices) for request in state.requests.all)
-    if num_choices + len(work.choices) > state.scheduler.limits.max_num_queued:
+    num_sequences = sum(_num_sequences(request) for request in state.requests.all)
+    if num_sequences + work.num_sequences > state.scheduler.limits.max_num_queued:
         return "queue full"
     if work.attempt_id in state.requests.ending:
         return "the same attempt is still ending"
     if state.scheduler.is_short_of_blocks:
         return "no blocks"
     return None
+
+
+def _num_sequences(request: DecodeRequest) -> int:
+    return max(len(request.live_choices), request.work.sampling.num_beams)

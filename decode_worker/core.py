@@ -21,6 +21,7 @@ from common.values.request import SampledToken, TokenEvent
 from common.worker.core import CoreState
 from common.worker.events import RunStep, SendToRouter
 from decode_worker.admission import refusal, reserve
+from decode_worker.beams import go_on, start_beams
 from decode_worker.policy import DecodePolicy
 from decode_worker.request import DecodePhase, DecodeRequest
 from kvtransfer.events import (
@@ -153,11 +154,13 @@ class DecodeCore:
         self.state.scheduler.blocks.use_held(block_tables)
         tokens = {first.choice_idx: first.token for first in received.tokens}
         self._get_ready(request, block_tables, len(request.work.token_ids), now_s)
-        if request.live_choices <= tokens.keys():
+        num_candidates = min((len(token.top) for token in tokens.values()), default=0)
+        if request.live_choices <= tokens.keys() and num_candidates >= request.work.sampling.num_candidates:
             request.first_events = self._start_choices(request, tokens)
             self._remove_if_finished(request)
         else:
-            self.fail(request, f"first tokens only of choices {sorted(tokens)}", now_s, is_retryable=True)
+            reason = f"first tokens only of choices {sorted(tokens)}, or too few candidates: {num_candidates}"
+            self.fail(request, reason, now_s, is_retryable=True)
 
     def _on_transfer_failed(self, failed: TransferFailedLocally, now_s: float) -> None:
         """The grant stands: the router may send another prefill worker, and has a full time-out to do so."""
@@ -220,7 +223,9 @@ class DecodeCore:
         if row is None:
             return
         assert len(row.tokens) == len(sequence.choices), f"{len(row.tokens)} tokens for {sequence}"
-        if request.has_first_tokens:
+        if request.beams is not None:
+            self._outbox.add(request, go_on(self.state.scheduler, request, sequence, row.tokens[0]))
+        elif request.has_first_tokens:
             self._go_on(request, sequence, row.runs[0])
         else:
             assert request.started_s is not None
@@ -249,6 +254,8 @@ class DecodeCore:
 
     def _start_choices(self, request: DecodeRequest, tokens: Mapping[int, SampledToken]) -> tuple[TokenEvent, ...]:
         """The prompt is computed and each choice has its first token: one sequence per choice that goes on."""
+        if request.work.sampling.num_beams:
+            return start_beams(self.state.scheduler, request, next(iter(tokens.values())))
         (prompt,) = request.sequences
         choices = [choice for choice in request.work.choices if choice in request.live_choices]
         events = tuple(prompt.next_event(choice, tokens[choice]) for choice in choices)
@@ -300,6 +307,8 @@ class DecodeCore:
     def end_choices(self, request: DecodeRequest, choices: set[int]) -> None:
         """The prompt's sequence goes only with the last choice that wants it."""
         request.live_choices -= choices
+        if request.beams is not None and request.live_choices:
+            return  # which beams become them is not known yet
         for sequence in tuple(request.sequences):
             if request.live_choices.isdisjoint(sequence.choices):
                 self.state.scheduler.drop(sequence)

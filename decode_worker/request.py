@@ -16,6 +16,7 @@ from enum import StrEnum
 from common.engine.scheduling.sequence import BlockTableSet, HashChain, Sequence
 from common.values.ids import AttemptId, RouterId
 from common.values.request import TokenEvent, Work
+from decode_worker.beam_search import BeamSearch, Candidates
 from kvtransfer.events import TransferReceived
 
 
@@ -43,6 +44,8 @@ class DecodeRequest:
     sequences: list[Sequence] = field(default_factory=list)
     has_first_tokens: bool = False  # the choices have their own sequences now
     first_events: tuple[TokenEvent, ...] = ()  # received, not yet sent
+    beams: BeamSearch | None = None  # once it has begun
+    candidates: dict[int, Candidates] = field(default_factory=dict)  # of its beams that wait for others, by sequence
     last_activity_s: float = 0.0  # of its transfer
     transfer: TransferReceived | None = None
     ready_s: float = 0.0

@@ -240,6 +240,7 @@ def _first_tokens(request: PrefillRequest, drawn: Sequence[tuple[int, SampledTok
         tuple(
             TokenEvent(choice, position, token, work.sampling.finish_reason(token.token_id, position + 1))
             for choice, token in drawn
+            if not work.sampling.num_beams  # which token is first shows when the search ends
         ),
         queue_s=request.started_s - request.arrived_s,
         prefill_s=now_s - request.started_s,

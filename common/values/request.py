@@ -14,6 +14,14 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+class EarlyStopping(StrEnum):
+    """When a beam search has seen enough; transformers' words."""
+
+    FALSE = "false"
+    TRUE = "true"
+    NEVER = "never"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to pick a token and when a choice ends. Ranges are checked once, by the router's validator.
@@ -39,6 +47,19 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of output tokens that may not be; none is empty
     grammar: str = ""  # that the output must follow, see `common.guided`; empty = none
+    num_beams: int = 0  # of a beam search, which draws nothing; 0 = none
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.FALSE
+
+    @property
+    def num_candidates(self) -> int:
+        """Of each beam: so many that `num_beams` go on whichever end."""
+        return max(2, 1 + len(self.stop_token_ids)) * self.num_beams
+
+    @property
+    def num_logprobs_needed(self) -> int | None:
+        """As `num_logprobs`: for the client or for a beam search."""
+        return max(self.num_logprobs or 0, self.num_candidates) if self.num_beams else self.num_logprobs
 
     @property
     def has_penalties(self) -> bool:
@@ -106,6 +127,11 @@ class Work:
     tenant: str = ""
     num_prompt_logprobs: int | None = None
     adapter: Adapter = Adapter()
+
+    @property
+    def num_sequences(self) -> int:
+        """That a decode worker computes at a time, at most."""
+        return max(len(self.choices), self.sampling.num_beams)
 
     @property
     def num_output_tokens(self) -> int:

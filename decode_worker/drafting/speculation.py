@@ -119,8 +119,8 @@ def _max_drafts(scheduler: Scheduler) -> int:
 
 
 def _has_output(sequence: Sequence) -> bool:
-    """It has drawn here before: what it draws now is of one choice, and no first token."""
-    return len(sequence.token_ids) > len(sequence.work.token_ids)
+    """It has drawn here before: what it draws now is of one choice, and no first token. Beams draw nothing."""
+    return not sequence.work.sampling.num_beams and len(sequence.token_ids) > len(sequence.work.token_ids)
 
 
 def _fitting(draft: Many[int], sequence: Sequence) -> Many[int]:

@@ -38,6 +38,8 @@ def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
         f"prompt {record['num_prompt_tokens']} tokens ({record['num_cached_tokens']} cached), "
         f"answer {record['num_completion_tokens']}, retries {record['num_retries']}"
     )
+    if record["num_beams"]:
+        yield f"beam search: {record['num_beams']} beams, the best {record['num_choices']} were returned"
     if record["num_returned"] < record["num_choices"]:
         yield f"choices: {record['num_choices']}, the best {record['num_returned']} by mean logprob were returned"
     if record["num_drafts"]:

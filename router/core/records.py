@@ -63,6 +63,7 @@ def _made(request: Request, now_s: float, last: Finished | Failed | None) -> Rec
         "age_s": now_s - request.arrived_s,
         "num_choices": len(request.choices),
         "num_returned": request.spec.num_returned,
+        "num_beams": request.spec.sampling.num_beams,
         "num_prompt_tokens": len(request.spec.token_ids),
         "num_completion_tokens": request.num_completion_tokens,
         "num_cached_tokens": request.num_cached_tokens,

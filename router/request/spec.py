@@ -5,7 +5,7 @@ None always means "not stated": the model's advice applies, then the server's de
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
@@ -68,6 +68,9 @@ class Stated(msgspec.Struct, kw_only=True):
     model: str | None = None
     n: Annotated[int, within(1, limits.MAX_CHOICES)] | None = None
     best_of: Annotated[int, within(1, limits.MAX_CHOICES)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, within(-10, 10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     temperature: Annotated[float, within(0, 2)] | None = None
     top_p: Annotated[float, within(0, 1, has_low=False)] | None = None
     top_k: Annotated[int, within(-1)] | None = None

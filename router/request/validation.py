@@ -10,6 +10,8 @@ What is accepted (everything else is an InvalidRequest that names the field): nu
                          nothing but those
     min_tokens           0 ... max_tokens
     best_of              n ... 8, not with stream
+    use_beam_search      not with stream, constraints or what shapes draws; best_of or else n are the beams
+    length_penalty       -10 ... 10; it and early_stopping only with use_beam_search
     logprobs             0 ... 20; prompt_logprobs as well
     logit_bias           300 entries, ids of the vocabulary
     stop                 4 strings of 1 ... 64 characters
@@ -33,7 +35,7 @@ from common.values.errors import ContextLengthExceeded, InvalidRequest, ModelNot
 from common.values.ids import RequestId
 from common.values.request import SamplingParams
 from router.core.generation import GenerationRequest
-from router.request import limits
+from router.request import beams, limits
 from router.request.served_model import ServedModel
 from router.request.spec import RANGES, ChatPrompt, Range, RequestSpec, TextPrompt
 from router.tenants.tenants import Tenant
@@ -48,6 +50,7 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.
 # Numbers that need nothing but their range.
 _PLAIN = [name for name in RANGES if _DEFAULTS.get(name, dataclasses.MISSING) is not dataclasses.MISSING]
 _PLAIN.remove("min_tokens")
+_PLAIN.remove("length_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +142,10 @@ class _Checks:
             raise self._invalid("ignore_eos", "does not go with a constrained output, which knows where it ends")
         eos_ids = () if stated.ignore_eos else self._model.eos_token_ids
         stop_ids = (*eos_ids, *self._token_ids("stop_token_ids", limits.MAX_STOP_TOKEN_IDS))
+        if (misfit := beams.misfit(self._spec, grammar)) is not None:
+            raise self._invalid(*misfit)
         max_tokens, allowed_ids = self._max_tokens(num_prompt_tokens), self._allowed_token_ids(stop_ids)
-        return SamplingParams(
+        params = SamplingParams(
             seed=self.within("seed", seeds.getrandbits(63) if seed is None else seed) % _SEED_MODULUS,
             max_tokens=max_tokens,
             min_tokens=self.within("min_tokens", stated.min_tokens or 0, high=max_tokens),
@@ -150,16 +155,17 @@ class _Checks:
             num_logprobs=self._num_logprobs_drawn(),
             stop_token_ids=tuple(dict.fromkeys(stop_ids)),
             grammar=grammar,
-            **self._numbers(),
+            **(self._numbers() if not stated.use_beam_search else self._beams()),
         )
+        if params.num_candidates > self._model.vocab_size:
+            raise self._invalid("use_beam_search", "needs more candidates of each beam than the vocabulary has")
+        return params
 
     def choices(self) -> tuple[int, int | None]:
         """How many are generated, and how many of them are returned: None = all, as they come."""
         num_returned = self.within("n", 1 if self._stated.n is None else self._stated.n)
         best_of = self._stated.best_of
-        if best_of in (None, 1) and num_returned == 1:
-            return 1, None
-        if best_of is None:
+        if best_of is None or best_of == num_returned == 1 or self._stated.use_beam_search:
             return num_returned, None
         if not self._spec.is_whole:
             raise self._invalid("best_of", "is not available with stream: which choices are best shows at the end")
@@ -292,6 +298,14 @@ class _Checks:
         if value is not None and not 0 <= value <= limits.MAX_LOGPROBS:
             raise self._invalid("logprobs", f"must be between 0 and {limits.MAX_LOGPROBS}, got {_shortened(value)}")
         return value
+
+    def _beams(self) -> dict[str, Any]:
+        """Of a beam search, as wide as there are choices to find the best among."""
+        stated, num_returned = self._stated, self.choices()[0]
+        if stated.length_penalty is not None:
+            self.within("length_penalty", stated.length_penalty)
+        num_beams = num_returned if stated.best_of is None else self.within("best_of", stated.best_of, low=num_returned)
+        return beams.fields_of(stated, num_beams)
 
     def _num_logprobs_drawn(self) -> int | None:
         """Choices are ranked by the logprobs of their tokens, whether the client hears of those or not."""

@@ -22,6 +22,7 @@ from tests.cluster.cluster import Cluster, running_cluster
 from tests.cluster.load import Case, random_cases, run_all, wrong
 from tests.common.engine import drive as driving
 from tests.one_process import generate, generate_tokens
+from tests.transformers_beams import beams
 
 DISAGGREGATED = ("--dtype", "float32", "--local-prefill-max-tokens", "0")
 
@@ -59,6 +60,34 @@ async def test_the_best_of_several_choices_are_those_of_one_process(crowded: Clu
     expected = [[token.token_id for token in tokens] for tokens in ranked[:2]]
     assert [choice["token_ids"] for choice in reply["choices"]] == expected
     assert reply["usage"]["completion_tokens"] == 6 * 12
+
+
+async def test_beams_are_those_of_transformers_locally_and_shipped_over_both_apis(
+    crowded: Cluster, tiny_model: Path
+) -> None:
+    prompts = [case.token_ids for case in random_cases(6, seed=12)]
+    params = SamplingParams(seed=0, max_tokens=12, num_beams=4, length_penalty=0.5)
+    async with httpx.AsyncClient(timeout=120) as client, grpc.aio.insecure_channel(crowded.grpc) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+        for number, prompt in enumerate(prompts):
+            worker = {"prefill_worker_id": "prefill-0"} if number % 2 else {}
+            request = pb.GenerateRequest(
+                token_ids=pb.TokenIds(ids=prompt),
+                sampling=pb.SamplingParams(use_beam_search=True, n=2, best_of=4, length_penalty=0.5),
+                stop=pb.StopConditions(max_tokens=12, ignore_eos=True),
+                routing=pb.RoutingHints(**worker),
+            )
+            answer = [list(event.chunk.token_ids) async for event in stub.Generate(request) if event.HasField("chunk")]
+            assert answer == beams(tiny_model, prompt, params, 2)
+        body = {"prompt": prompts, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+        search = {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0.5}
+        reply = (await client.post(f"{crowded.url}/v1/completions", json={**body, **search})).json()
+    found = [choice["token_ids"] for choice in reply["choices"]]
+    assert found == [tokens for prompt in prompts for tokens in beams(tiny_model, prompt, params, 2)]
+    records = crowded.get("/admin/v1/requests?limit=50")["requests"]
+    searches = [record for record in records if record["num_beams"] == 4]
+    assert len(searches) == 2 * len(prompts)
+    assert {record["attempts"][-1]["is_local"] for record in searches} == {True, False}
 
 
 async def test_bad_words_are_kept_out_as_in_one_process_over_both_apis(crowded: Cluster, tiny_model: Path) -> None:

@@ -210,5 +210,6 @@ def test_first_tokens_that_lack_a_choice_fail_the_attempt() -> None:
     bench.reserve(job("a", tokens(20), choices=(0, 1)))
     first = (FirstToken(0, SampledToken(1)), FirstToken(5, SampledToken(1)))
     bench.handle(FinishAnnounced(PREFILL, TransferId(attempt("a"), 0), 1, first))
-    assert bench.messages("a")[-1] == AttemptFailed(attempt("a"), "first tokens only of choices [0, 5]", True)
+    reason = "first tokens only of choices [0, 5], or too few candidates: 0"
+    assert bench.messages("a")[-1] == AttemptFailed(attempt("a"), reason, True)
     assert bench.counts() == (0, 0)

@@ -193,6 +193,19 @@ def test_all_choices_are_sampled_in_one_pass() -> None:
     assert [token.choice_idx for token in sampled.tokens] == [0, 1, 2]
 
 
+def test_candidates_of_beams_go_to_the_decode_worker_alone() -> None:
+    """Which token is first shows when the search ends: the router is told what the prefill took, and no token."""
+    bench = Bench()
+    beams = SamplingParams(seed=1, max_tokens=8, temperature=0.0, num_beams=2)
+    bench.prefill(prompt("a", tokens(10), sampling=beams, choices=(0, 1)))
+    bench.run_all()
+    assert bench.first_tokens("a").tokens == ()
+    assert bench.first_tokens("a").num_cached_tokens == 0
+    sampled = bench.sender.events[-1]
+    assert isinstance(sampled, FirstTokensSampled)
+    assert [token.choice_idx for token in sampled.tokens] == [0, 1]
+
+
 def test_first_token_that_ends_the_choice_says_so() -> None:
     bench = Bench()
     bench.prefill(prompt("a", tokens(10), sampling=SamplingParams(seed=1, max_tokens=1)))

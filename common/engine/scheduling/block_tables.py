@@ -135,7 +135,9 @@ class BlockTables:
         return True
 
     def share(self, sequence: ScheduledSequence) -> BlockTableSet:
-        """Its blocks for another sequence too; shared until one of them writes."""
+        """Its blocks for another sequence too, if it has any; shared until one of them writes."""
+        if not sequence.block_tables:
+            return ()
         self._acquire(sequence.block_tables, RefKind.USED)
         return sequence.block_tables
 

@@ -17,7 +17,7 @@ def check_scheduler(scheduler: Scheduler, owned: Many[Sequence], held: Many[Bloc
     groups = scheduler.blocks.groups
     for group in groups:
         group.pool.check_invariants()
-    placed = (*scheduler.waiting, *scheduler.running)
+    placed = (*scheduler.waiting, *scheduler.running, *scheduler.parked)
     assert Counter(map(id, placed)) == Counter(map(id, owned)), "a sequence in two places, or in none"
     ended = tuple(sequence for sequence in scheduler.in_step if sequence.is_ended)
     used = [sequence.block_tables for sequence in (*placed, *ended)]
@@ -41,9 +41,12 @@ def _check_sequence(sequence: Sequence, scheduler: Scheduler) -> None:
     assert (sequence in scheduler.waiting) == (sequence.phase is SequencePhase.WAITING), str(sequence)
     assert (sequence in scheduler.running) == (sequence.phase is SequencePhase.RUNNING), str(sequence)
     assert (sequence in scheduler.in_step) == (sequence.num_scheduled > 0), str(sequence)
-    assert 0 <= sequence.num_computed < len(sequence.token_ids), str(sequence)
+    is_parked = sequence.phase is SequencePhase.PARKED
+    assert (sequence in scheduler.parked) == is_parked, str(sequence)
+    assert 0 <= sequence.num_computed < len(sequence.token_ids) + is_parked, str(sequence)
+    assert not is_parked or not sequence.num_scheduled, str(sequence)
     assert sequence.num_scheduled or not sequence.draft_token_ids, str(sequence)
-    assert sequence.block_tables or sequence.phase is SequencePhase.WAITING, str(sequence)
+    assert sequence.block_tables or sequence.phase is not SequencePhase.RUNNING, str(sequence)
     for group, table in zip(scheduler.blocks.groups, sequence.block_tables, strict=False):
         _check_table(group, table, sequence)
 

@@ -65,6 +65,7 @@ class Scheduler:
         self._policy = policy
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._parked: list[Sequence] = []
         self._in_step: list[Sequence] = []
         self._copies: list[tuple[int, int, int]] = []
         self._num_steps = 0
@@ -83,6 +84,10 @@ class Scheduler:
         return tuple(self._running)
 
     @property
+    def parked(self) -> tuple[Sequence, ...]:
+        return tuple(self._parked)
+
+    @property
     def in_step(self) -> tuple[Sequence, ...]:
         """The sequences of the running step; ENDED ones included."""
         return tuple(self._in_step)
@@ -95,7 +100,7 @@ class Scheduler:
     @property
     def is_full(self) -> bool:
         """There are as many sequences as may run and wait."""
-        return len(self._waiting) + len(self._running) >= self.limits.max_num_queued
+        return len(self._waiting) + len(self._running) + len(self._parked) >= self.limits.max_num_queued
 
     @property
     def is_short_of_blocks(self) -> bool:
@@ -146,10 +151,23 @@ class Scheduler:
     def drop(self, sequence: Sequence) -> None:
         """End a sequence. Its blocks go now, or when the step that computes it ends."""
         assert not sequence.is_ended, f"drop of {sequence}"
-        (self._waiting if sequence.phase is SequencePhase.WAITING else self._running).remove(sequence)
+        self._place_of(sequence).remove(sequence)
         sequence.phase = SequencePhase.ENDED
         if sequence.num_scheduled == 0:
             self.blocks.release(sequence)
+
+    def park(self, sequence: Sequence) -> None:
+        """All of its tokens are computed, and what follows them is not decided yet: it keeps its blocks, as long as
+        nobody needs them, and no place in the batch."""
+        assert sequence.num_scheduled == 0, f"parking of scheduled {sequence}"
+        self._move(sequence, SequencePhase.PARKED)
+
+    def resume(self, sequence: Sequence) -> None:
+        """It has a token more. One that has its blocks takes its place in the batch again, if that is still free."""
+        if sequence.phase is SequencePhase.PARKED:
+            has_room = len(self._running) < min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+            is_ready = sequence.block_tables and has_room
+            self._move(sequence, SequencePhase.RUNNING if is_ready else SequencePhase.WAITING)
 
     # ---- steps --------------------------------------------------------------------------------------
 
@@ -224,11 +242,10 @@ class Scheduler:
 
     def admit(self, sequence: Sequence) -> bool:
         """WAITING -> RUNNING; False when it has no blocks and there are too few for all of its tokens."""
-        if not sequence.block_tables and not self.blocks.fill(sequence, len(self._running)):
-            return False
-        self._waiting.remove(sequence)
-        self._running.append(sequence)
-        sequence.phase = SequencePhase.RUNNING
+        while not sequence.block_tables and not self.blocks.fill(sequence, len(self._running)):
+            if not self._preempt_sibling_of(sequence):
+                return False
+        self._move(sequence, SequencePhase.RUNNING)
         return True
 
     def prefill(self, sequence: Sequence, max_tokens: int) -> int:
@@ -244,12 +261,12 @@ class Scheduler:
 
     def decode(self, sequence: Sequence) -> None:
         """Its one token. A new block, if it needs one, may come from the youngest sequence that has any, which is
-        preempted: never an older one, never a reservation. Without a victim the sequence sits out the step."""
+        preempted: never an older one but a parked sibling, never a reservation. Without any it sits out the step."""
         while not self.blocks.can_write(sequence):
             copies = self.blocks.grow(sequence)
             if copies is not None:
                 self._copies += copies
-            elif not self._preempt_youngest_after(sequence):
+            elif not (self._preempt_youngest_after(sequence) or self._preempt_sibling_of(sequence)):
                 self._yield_to_older(sequence)
                 return
         self._num_decoding += 1
@@ -289,11 +306,20 @@ class Scheduler:
         self._num_left -= num_tokens
 
     def _preempt_youngest_after(self, sequence: Sequence) -> bool:
-        victims = [s for s in (*self._waiting, *self._running) if s.block_tables and s.rank > sequence.rank]
+        victims = [
+            s for s in (*self._waiting, *self._running, *self._parked) if s.block_tables and s.rank > sequence.rank
+        ]
         if not victims:
             return False
         self._preempt(max(victims, key=lambda victim: victim.rank))
         return True
+
+    def _preempt_sibling_of(self, sequence: Sequence) -> bool:
+        """A parked one waits for its siblings: none of them may wait for its blocks."""
+        siblings = [s for s in self._parked if s.block_tables and s.work is sequence.work]
+        if siblings:
+            self._preempt(max(siblings, key=lambda sibling: sibling.rank))
+        return bool(siblings)
 
     def _yield_to_older(self, sequence: Sequence) -> None:
         """With few slots an older sequence may wait for one, on the very blocks that this one lacks."""
@@ -301,15 +327,30 @@ class Scheduler:
             self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """RUNNING or WAITING -> WAITING without blocks. Its tokens stay; what the client has is never repeated."""
+        """RUNNING or WAITING -> WAITING without blocks; a PARKED one stays so. Its tokens stay; what the client has is
+        never repeated."""
         assert sequence.num_scheduled == 0, f"preemption of scheduled {sequence}"
         self.blocks.release(sequence)
         sequence.num_computed = sequence.num_cached_tokens = 0
         self.num_preemptions += 1
         if sequence.phase is SequencePhase.RUNNING:
-            self._running.remove(sequence)
-            self._waiting.append(sequence)
-            sequence.phase = SequencePhase.WAITING
+            self._move(sequence, SequencePhase.WAITING)
+
+    def _move(self, sequence: Sequence, phase: SequencePhase) -> None:
+        self._place_of(sequence).remove(sequence)
+        sequence.phase = phase
+        self._place_of(sequence).append(sequence)
+
+    def _place_of(self, sequence: Sequence) -> list[Sequence]:
+        """Of one that has not ended."""
+        match sequence.phase:
+            case SequencePhase.WAITING:
+                return self._waiting
+            case SequencePhase.RUNNING:
+                return self._running
+            case SequencePhase.PARKED:
+                return self._parked
+        raise AssertionError(f"{sequence} has no place")
 
     def _advance(self, sequence: Sequence, num_tokens: int, *, is_trusted: bool) -> None:
         start = sequence.num_computed

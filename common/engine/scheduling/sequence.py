@@ -3,6 +3,8 @@
     WAITING --admitted: it has blocks--> RUNNING --dropped--> ENDED (its blocks go when no step computes it)
        ^                                    |
        +-------------preempted--------------+
+       ^                                    |
+       +------resumed------ PARKED <------parked: all of its tokens are computed, and what follows is not decided
 
 A WAITING sequence has blocks when it was given some with its prompt, and none when it is new or was preempted: then
 all of its tokens but a cached prefix are computed, as a prefill. RUNNING ones have blocks for every computed token.
@@ -21,6 +23,7 @@ from common.values.request import SampledToken, TokenEvent, Work
 class SequencePhase(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
+    PARKED = "parked"
     ENDED = "ended"
 
 

@@ -327,6 +327,7 @@ class SamplingParams(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     JSON_OBJECT_FIELD_NUMBER: _builtins.int
     BEST_OF_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     top_p: _builtins.float
     top_k: _builtins.int
@@ -338,6 +339,7 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     n: _builtins.int
     use_beam_search: _builtins.bool
+    """The `n` best of `best_of` beams (of `n`, where that is not set), as transformers finds them; not with `stream`."""
     length_penalty: _builtins.float
     json_schema: _builtins.str
     regex: _builtins.str
@@ -345,6 +347,8 @@ class SamplingParams(_message.Message):
     json_object: _builtins.bool
     best_of: _builtins.int
     """So many choices are generated, and the `n` with the highest mean logprob returned, best first; not with `stream`."""
+    early_stopping: _builtins.str
+    """Of a beam search, as transformers has it: "true", "false" (default) or "never"."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     @_builtins.property
@@ -376,13 +380,16 @@ class SamplingParams(_message.Message):
         choice: Global___Choices | None = ...,
         json_object: _builtins.bool = ...,
         best_of: _builtins.int | None = ...,
+        early_stopping: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_length_penalty", b"_length_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_use_beam_search", b"_use_beam_search", "best_of", b"best_of", "choice", b"choice", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "length_penalty", b"length_penalty", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "use_beam_search", b"use_beam_search"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_early_stopping", b"_early_stopping", "_frequency_penalty", b"_frequency_penalty", "_length_penalty", b"_length_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_use_beam_search", b"_use_beam_search", "best_of", b"best_of", "choice", b"choice", "constraint", b"constraint", "early_stopping", b"early_stopping", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "length_penalty", b"length_penalty", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "use_beam_search", b"use_beam_search"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_length_penalty", b"_length_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_use_beam_search", b"_use_beam_search", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "best_of", b"best_of", "choice", b"choice", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "use_beam_search", b"use_beam_search"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_early_stopping", b"_early_stopping", "_frequency_penalty", b"_frequency_penalty", "_length_penalty", b"_length_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_use_beam_search", b"_use_beam_search", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "best_of", b"best_of", "choice", b"choice", "constraint", b"constraint", "early_stopping", b"early_stopping", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "use_beam_search", b"use_beam_search"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best_of: _TypeAlias = _typing.Literal["best_of"]  # noqa: Y015
     _WhichOneofArgType__best_of: _TypeAlias = _typing.Literal["_best_of", b"_best_of"]  # noqa: Y015
+    _WhichOneofReturnType__early_stopping: _TypeAlias = _typing.Literal["early_stopping"]  # noqa: Y015
+    _WhichOneofArgType__early_stopping: _TypeAlias = _typing.Literal["_early_stopping", b"_early_stopping"]  # noqa: Y015
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
@@ -409,6 +416,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType_constraint: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__early_stopping) -> _WhichOneofReturnType__early_stopping | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @_typing.overload

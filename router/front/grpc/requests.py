@@ -30,6 +30,7 @@ API_NAMES = {name: f"{group}.{name}" for group, message in _GROUPS.items() for n
 _PROMPT_NAMES = {"prompt": "prompt", "token_ids": "token_ids.ids", "chat": "chat.messages"}
 _STATED = frozenset(Stated.__struct_fields__)
 _CONSTRAINTS = frozenset({"json_schema", "regex", "grammar", "choice"})
+_EARLY_STOPPING: Mapping[str, bool | str] = {"true": True, "false": False, "never": "never"}
 _READ_APART = _CONSTRAINTS | {"max_tokens", "logprobs", "return_text", "echo", "return_timings"}
 _template_kwargs = msgspec.json.Decoder(dict[str, Any])
 _tools = msgspec.json.Decoder(list[ToolBody])
@@ -166,7 +167,16 @@ def _plain(field: FieldDescriptor, value: Any) -> Any:
         return {key: _shortest(item) for key, item in value.items()}
     if field.is_repeated:
         return list(value)
+    if field.name == "early_stopping":
+        return _early_stopping(value)
     return _shortest(value) if isinstance(value, float) else value
+
+
+def _early_stopping(text: str) -> bool | str:
+    if text not in _EARLY_STOPPING:
+        param = API_NAMES["early_stopping"]
+        raise InvalidRequest(f"{param} must be one of {', '.join(_EARLY_STOPPING)}", param=param)
+    return _EARLY_STOPPING[text]
 
 
 def _shortest(value: float) -> float:

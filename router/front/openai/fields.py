@@ -30,7 +30,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "include_obfuscation": (False,),
-    "length_penalty": (1,),
     "modalities": (["text"],),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
@@ -39,7 +38,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream_interval": (1,),
     "suffix": ("",),
     "truncation": ("disabled",),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
 _ADVICE = {

@@ -49,7 +49,6 @@ class GenerationBody(Stated, forbid_unknown_fields=True, kw_only=True):
     user: Ignored = None
     allowed_tools: NotOffered = None
     documents: NotOffered = None
-    length_penalty: NotOffered = None
     request_id: NotOffered = None
     return_tokens_as_token_ids: NotOffered = None
     service_tier: NotOffered = None
@@ -58,7 +57,6 @@ class GenerationBody(Stated, forbid_unknown_fields=True, kw_only=True):
     store: NotOffered = None
     stream_interval: NotOffered = None
     truncate_prompt_tokens: NotOffered = None
-    use_beam_search: NotOffered = None
 
     @property
     def include_usage(self) -> bool:

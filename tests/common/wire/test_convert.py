@@ -34,6 +34,7 @@ from common.values.messages import (
 from common.values.request import (
     Adapter,
     ChunkTiming,
+    EarlyStopping,
     Fingerprint,
     FinishReason,
     KvChunkTiming,
@@ -65,6 +66,9 @@ SAMPLING = SamplingParams(
     stop_token_ids=(7, 8),
     bad_words=((3,), (4, 70_000)),
     grammar="start: /x/",
+    num_beams=4,
+    length_penalty=0.5,
+    early_stopping=EarlyStopping.NEVER,
 )
 WORK = Work(
     attempt_id=ATTEMPT,

@@ -151,8 +151,6 @@ async def test_an_invalid_field_is_named_in_the_details() -> None:
 
 
 UNSUPPORTED: list[tuple[str, Callable[[pb.GenerateRequest], object]]] = [
-    ("sampling.use_beam_search", lambda request: setattr(request.sampling, "use_beam_search", True)),
-    ("sampling.length_penalty", lambda request: setattr(request.sampling, "length_penalty", 0.5)),
     ("session_id", lambda request: setattr(request, "session_id", "s")),
 ]
 

@@ -134,6 +134,7 @@ function summary(record) {
     `${count(num_prompt_tokens)} prompt tokens (${count(num_cached_tokens)} cached)`,
     `${count(num_completion_tokens)} output tokens`,
   ];
+  if (record.num_beams) parts.push(`best ${count(record.num_choices)} of ${count(record.num_beams)} beams`);
   if (record.num_returned < record.num_choices) parts.push(`best ${count(record.num_returned)} of ${count(record.num_choices)} choices`);
   if (record.num_drafts) parts.push(`${count(record.num_accepted_drafts)} of ${count(record.num_drafts)} drafts accepted`);
   const reasons = finish_reasons.filter(Boolean);
