@@ -1,8 +1,9 @@
 """Decode steps replayed from CUDA graphs: one launch for a whole step instead of ten per layer.
 
 Owns the tensors that graphs read their inputs from, and the graphs. A graph is for a number of sequences and a longest
-length, both rounded up to powers of two, and is captured when a step first needs it. Rows without a sequence have
-length 0 and no slot: kernels write nothing for them. Sampling stays outside.
+length, both rounded up to powers of two; those of short sequences are captured at load, the others when a step first
+needs them. A step whose capture failed is launched, then and later. All graphs leave their logits in one tensor. Rows
+without a sequence have length 0 and no slot: kernels write nothing for them. Sampling stays outside.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +13,12 @@ import torch
 
 from common.engine.contract.attention import AttentionBatch
 from common.engine.contract.device import Capture
+from common.engine.executor.failures import shown
 from common.engine.kv.cache import KVCache
 from common.engine.model.decoder import Decoder
+from common.telemetry.logs import get_logger
 
+NO_SLOT = -1
 MIN_LEN = 1024  # shorter sequences are few splits of the decode kernel anyway
 
 
@@ -54,7 +58,7 @@ class StepInputs:
             (self.token_ids, token_ids, 0),
             (self.positions, batches[0].positions, 0),
             (self.seq_lens, batches[0].seq_lens, 0),
-            *((slots, batch.slot_mapping, -1) for slots, batch in zip(self.slot_mapping, batches, strict=True)),
+            *((slots, batch.slot_mapping, NO_SLOT) for slots, batch in zip(self.slot_mapping, batches, strict=True)),
         ):
             target[:count].copy_(source)
             target[count:num_rows].fill_(padding)
@@ -88,12 +92,23 @@ class DecodeGraphs:
         self._capture = capture
         max_blocks = -(-max_len // cache.block_size)
         self._inputs = StepInputs.empty(len(cache.spec.groups), max_num_seqs, max_blocks, cache.device)
-        self._graphs: dict[tuple[int, int], tuple[Callable[[], None], torch.Tensor]] = {}
+        self._logits: torch.Tensor | None = None  # [max_num_seqs, vocab_size] float32
+        # By number of rows and length. None: it could not be captured.
+        self._graphs: dict[tuple[int, int], tuple[Callable[[], None], torch.Tensor] | None] = {}
 
     @property
     def num_graphs(self) -> int:
         """At most the powers of two up to both limits, multiplied."""
-        return len(self._graphs)
+        return sum(graph is not None for graph in self._graphs.values())
+
+    def warm_up(self) -> None:
+        """Capture what short sequences need, before anybody waits for it. Writes no KV."""
+        self._inputs.slot_mapping.fill_(NO_SLOT)
+        length = min(MIN_LEN, self._max_len)
+        for num_rows in sorted(
+            {min(1 << bit, self._max_num_seqs) for bit in range(self._max_num_seqs.bit_length() + 1)}
+        ):
+            self._graph((num_rows, length))
 
     def can_run(self, batch: AttentionBatch) -> bool:
         """Single tokens of not too many and not too long sequences."""
@@ -108,16 +123,31 @@ class DecodeGraphs:
         count, longest = batches[0].seq_lens.shape[0], batches[0].max_seq_len
         key = min(_round_up(count), self._max_num_seqs), min(max(MIN_LEN, _round_up(longest)), self._max_len)
         self._inputs.fill(token_ids, batches, key[0])
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(lambda: self._forward(*key))
-        replay, logits = self._graphs[key]
+        graph = self._graph(key)
+        if graph is None:
+            return self._forward(*key)[:count]
+        replay, logits = graph
         replay()
         return logits[:count]
 
+    def _graph(self, key: tuple[int, int]) -> tuple[Callable[[], None], torch.Tensor] | None:
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._capture(lambda: self._forward(*key))
+            except RuntimeError as error:  # no memory, or what cannot be recorded; a broken device shows when launched
+                self._graphs[key] = None
+                get_logger().warning("step_not_captured", num_rows=key[0], max_len=key[1], error=shown(error))
+        return self._graphs[key]
+
     def _forward(self, num_rows: int, max_seq_len: int) -> torch.Tensor:
+        """Logits in the tensor that all steps share."""
         inputs = self._inputs
         batches = self._cache.by_layer(inputs.batches(num_rows, max_seq_len))
-        return self._model.forward(inputs.token_ids[:num_rows], batches, self._cache.layers, inputs.rows[:num_rows])
+        rows = inputs.rows[:num_rows]
+        logits = self._model.forward(inputs.token_ids[:num_rows], batches, self._cache.layers, rows)
+        if self._logits is None:
+            self._logits = logits.new_empty((self._max_num_seqs, logits.shape[1]))
+        return self._logits[:num_rows].copy_(logits)
 
 
 def _round_up(count: int) -> int:

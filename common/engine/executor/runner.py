@@ -47,6 +47,12 @@ class ModelRunner:
         self._guided = guided or GuidedRows(_no_masks)
 
     @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Record the steps that come most."""
+        if self._graphs is not None:
+            self._graphs.warm_up()
+
+    @torch.inference_mode()
     def run(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> StepResult:
         """Copy blocks, write KV of all scheduled tokens, sample where asked; rank 0 alone samples."""
         started_s = time.perf_counter()

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.engine.contract.plan import StepPlan
+from common.engine.contract.plan import ScheduledSequence, StepPlan
 from common.engine.executor.graphs import DecodeGraphs
-from common.engine.executor.runner import ModelRunner
+from common.engine.executor.runner import ModelRunner, build_batches
 from common.engine.loading import LoadedModel, load_model
 from common.values.config import ModelConfig, WorkerConfig
 from common.values.request import SamplingParams
@@ -76,6 +76,57 @@ def test_replayed_steps_give_the_tokens_of_launched_ones_as_the_batch_shrinks(lo
     assert outputs(loaded, runner, lens) == launched
     assert capture.num_captures == graphs.num_graphs == 4  # 8, 4, 2 and 1 sequences
     assert capture.num_replays == 6
+
+
+def test_steps_of_short_sequences_are_recorded_before_anybody_waits_and_write_nothing(loaded: LoadedModel) -> None:
+    capture = Replays()
+    graphs = DecodeGraphs(loaded.model, loaded.cache, 3, 256, capture)
+    runner = ModelRunner(loaded.model, loaded.cache, loaded.device, graphs)
+    fill(loaded.cache, 7.0)
+    runner.warm_up()
+    assert capture.num_captures == graphs.num_graphs == 3  # 1, 2 and 3 sequences
+    assert blocks_hold(loaded.cache, list(range(NUM_BLOCKS)), 7.0)
+
+
+class FailsOnce(Replays):
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        if self.num_captures == 1:
+            self.num_captures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().__call__(run)
+
+
+def test_a_step_that_could_not_be_recorded_is_launched_from_then_on(loaded: LoadedModel) -> None:
+    num_groups = len(loaded.cache.spec.groups)
+    plan = [ScheduledSequence(idx, (5 + idx,), 3, ((idx,),) * num_groups) for idx in range(2)]
+    batches = build_batches(plan, num_groups, BLOCK_SIZE)
+
+    def logits(capture: Replays) -> list[torch.Tensor]:
+        graphs = DecodeGraphs(loaded.model, loaded.cache, 2, 32, capture)
+        fill(loaded.cache, 0.5)
+        if isinstance(capture, FailsOnce):
+            graphs.warm_up()  # of one row it works, of two it does not
+        return [graphs.run(torch.tensor([5, 6]), batches).clone() for _ in range(2)]
+
+    with torch.inference_mode():
+        capture = FailsOnce()
+        launched, replayed = logits(capture), logits(Replays())
+    assert all(torch.equal(*pair) for pair in zip(launched, replayed, strict=True))
+    assert (capture.num_captures, capture.num_replays) == (2, 0)  # the failed one was not tried again
+
+
+def test_all_recorded_steps_leave_their_logits_in_one_tensor(loaded: LoadedModel) -> None:
+    """At 256 rows and 128,000 words each graph's own would be 131 MB."""
+    seen: set[int] = set()
+
+    def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        logits = run()
+        seen.add(logits.untyped_storage().data_ptr())
+        return lambda: None, logits
+
+    with torch.inference_mode():
+        DecodeGraphs(loaded.model, loaded.cache, 2, 256, capture).warm_up()
+    assert len(seen) == 1
 
 
 def test_rows_without_a_sequence_write_nothing(loaded: LoadedModel) -> None:
