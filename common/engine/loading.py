@@ -19,6 +19,7 @@ from common.engine.contract.kv_spec import KVGroup, KVSpec
 from common.engine.contract.progress import LoadPhase, Progress, no_progress
 from common.engine.devices.cpu.device import CpuDevice, cpu_dtype
 from common.engine.devices.cpu.native.dequantize import dequantize
+from common.engine.devices.hidden_gpu import refuse_hidden_gpu
 from common.engine.executor.adapters import Adapters
 from common.engine.executor.graphs import DecodeGraphs
 from common.engine.executor.ranks import RankedRunner, RankProcesses
@@ -26,6 +27,7 @@ from common.engine.executor.runner import ModelRunner
 from common.engine.executor.self_test import self_test
 from common.engine.kv.cache import KVCache
 from common.engine.kv.latent_planes import planes_of
+from common.engine.kv.memory import check_weights_fit, largest_step, room_for_cache
 from common.engine.kv.sharded import KVShards, new_shards
 from common.engine.kv.sizing import Demand, longest_sequence, num_blocks_asked_for, num_blocks_that_fit
 from common.engine.model.decoder import Decoder, build_decoder
@@ -34,7 +36,7 @@ from common.engine.model.weights import open_weights
 from common.engine.sampling.guided import GuidedRows
 from common.guided.masks import GrammarFailed, Masks, guided_tokenizer
 from common.telemetry.logs import get_logger
-from common.values.config import KVCacheDtype, Quantization, WorkerConfig
+from common.values.config import CPU_CACHE_BYTES, KVCacheDtype, Quantization, WorkerConfig
 from common.values.ranks import Rank, ranks_of
 from common.values.request import Fingerprint
 
@@ -57,6 +59,7 @@ class LoadedModel:
     max_model_len: int
     fingerprint: Fingerprint
     adapters: Adapters
+    cache_bytes: int = CPU_CACHE_BYTES  # what a role has for KV that does not state it
     shards: KVShards | None = None  # the caches of all ranks, if there are several
     others: RankProcesses | None = None  # the ranks besides this process, if there are any
 
@@ -134,15 +137,18 @@ def _load(
     if checkpoint.stored_as is not None:
         dtype = str(device.dtype).removeprefix("torch.")
         get_logger().info("weights_are_dequantized", stored_as=checkpoint.stored_as, dtype=dtype)
-    progress(LoadPhase.CACHE, 0.0)
+    if device.memory is not None:
+        check_weights_fit(checkpoint, device.dtype, device.memory, config.gpu_memory_utilization)
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, device.dtype)
     kv_spec = kv_spec_of(spec, kv_dtype, config.block_size)
     shards = None
+    collectives = others.collectives if others is not None else None
+    model = _read_model(checkpoint, device, collectives, partial(progress, LoadPhase.WEIGHTS))
+    progress(LoadPhase.CACHE, 0.0)
+    config = config.model_copy(update={"kv_cache_bytes": _cache_bytes(config, model, device, spec, kv_spec)})
     if others is None:
         cache = _new_cache(kv_spec, _num_blocks(config, spec, kv_spec), device)
-        model = _read_model(checkpoint, device, None, partial(progress, LoadPhase.WEIGHTS))
     else:
-        model = _read_model(checkpoint, device, others.collectives, partial(progress, LoadPhase.WEIGHTS))
         others.wait_until_loaded()
         shards = _new_shards(config, spec, kv_spec, others)
         cache = shards.caches[0]
@@ -154,6 +160,7 @@ def _load(
     progress(LoadPhase.SELF_TEST, 0.0)
     device.tune(cache.layers[0], spec.num_heads, spec.head_dim)
     self_test(runner, len(kv_spec.groups))
+    _warm_up(runner)
     return LoadedModel(
         device=device,
         guided=guided,
@@ -165,9 +172,24 @@ def _load(
         max_model_len=max_model_len,
         fingerprint=fingerprint_of(checkpoint, device.dtype, kv_spec, config.quantization),
         adapters=adapters,
+        cache_bytes=config.kv_cache_bytes,
         shards=shards,
         others=others,
     )
+
+
+def _cache_bytes(config: WorkerConfig, model: Decoder, device: Device, spec: ModelSpec, kv_spec: KVSpec) -> int:
+    """What is configured, else what is left of the device's memory. Raises CheckpointError when nothing is."""
+    if config.kv_cache_bytes or config.num_blocks or device.memory is None:
+        return config.kv_cache_bytes or CPU_CACHE_BYTES
+    sizes = config.max_num_seqs, config.max_num_batched_tokens, _max_len(config, spec), config.block_size
+    plan = largest_step(*sizes, len(kv_spec.groups))
+    num_blocks = (len(plan.sequences[0].block_tables[0]),) * len(kv_spec.groups)
+    runner = ModelRunner(model, KVCache(kv_spec, num_blocks, device.place), device)
+    peak_bytes = device.memory.peak_of(lambda: runner.run(plan))
+    num_bytes = room_for_cache(device.memory, config.gpu_memory_utilization, peak_bytes)
+    get_logger().info("kv_cache_sized", peak_bytes=peak_bytes, total=device.memory.total(), num_bytes=num_bytes)
+    return num_bytes
 
 
 def _read_model(
@@ -211,6 +233,8 @@ def open_device(config: WorkerConfig) -> Device:
     Raises CheckpointError where it cannot hold weights as configured, RuntimeError where it cannot run at all.
     """
     has_gpu = torch.cuda.is_available()
+    if config.attention == "auto" and not has_gpu:
+        refuse_hidden_gpu()
     if config.attention == "triton" or (config.attention == "auto" and has_gpu):
         from common.engine.devices.triton.device import TritonDevice  # imports triton, which a CPU does without
 
@@ -225,6 +249,7 @@ def refit(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
     Memory of the right size is kept, else it is given back first: two caches need not fit.
     """
     old, others, shards = loaded.handoff_cache, loaded.others, loaded.shards
+    config = config.model_copy(update={"kv_cache_bytes": config.kv_cache_bytes or loaded.cache_bytes})
     cache = loaded.cache
     kv_spec = replace(old.spec, block_size=config.block_size)
     num_blocks = _num_blocks(config, loaded.spec, kv_spec)
@@ -240,6 +265,7 @@ def refit(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
     runner = _new_runner(
         config, loaded.model, cache, loaded.device, max_model_len, loaded.guided, loaded.adapters, others
     )
+    _warm_up(runner)
     return replace(loaded, runner=runner, cache=cache, shards=shards, max_model_len=max_model_len)
 
 
@@ -272,6 +298,11 @@ def _new_runner(
     capture = device.new_capture() if config.cuda_graphs and model.is_recordable else None
     graphs = DecodeGraphs(model, cache, config.max_num_seqs, max_len, capture) if capture is not None else None
     return ModelRunner(model, cache, device, graphs, guided=guided, adapters=adapters)
+
+
+def _warm_up(runner: Runner) -> None:
+    if isinstance(runner, ModelRunner):
+        runner.warm_up()
 
 
 def kv_spec_of(spec: ModelSpec, kv_dtype: torch.dtype, block_size: int) -> KVSpec:

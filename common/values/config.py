@@ -17,6 +17,8 @@ SpeculationKind = Literal["ngram", "off"]
 ToolParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "deepseek", "harmony"]
 ReasoningParser = Literal["auto", "none", "think", "harmony"]
 
+CPU_CACHE_BYTES = 512 << 20  # of a rank's KV cache where nothing is configured
+
 
 class ModelConfig(BaseModel):
     """Which model, and how it is named to clients."""
@@ -71,7 +73,15 @@ class WorkerSettings(BaseModel):
     num_blocks: int = Field(
         0, ge=0, description="KV blocks of each group of layers; 0 = as many as kv_cache_bytes holds"
     )
-    kv_cache_bytes: int = Field(512 << 20, ge=1, description="memory for the KV cache, of each rank")
+    kv_cache_bytes: int = Field(
+        0, ge=0, description="memory for the KV cache, of each rank; 0 = what a GPU has left, 512 MiB on a CPU"
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="part of a GPU's memory that a worker takes in all; less where several share one"
+    )
+    num_gpus: float = Field(
+        0, ge=0, le=64, description="GPUs that each rank reserves from Ray; 0 = none, it uses those of its node"
+    )
     max_num_seqs: int = Field(32, ge=1, description="sequences in one decode step")
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one step (chunk size)")
     max_num_waiting: int = Field(256, ge=0, description="requests a worker queues before it refuses")
@@ -95,6 +105,7 @@ class WorkerSettings(BaseModel):
         "auto", description="auto = shm where both workers share a host's memory, else gloo; must fit on both"
     )
     digest: bool = Field(True, description="encrypt every KV chunk with AES-GCM; none with nccl and shm")
+    plain_nccl: bool = Field(False, description="let KV cross the network unencrypted by nccl although TLS is on")
     min_chunk_bytes: int = Field(1 << 20, ge=1, description="layers are sent together until a chunk is this large")
     max_inflight_bytes: int = Field(32 << 20, ge=1, description="announced and not yet received, per pair")
     min_link_bytes_per_s: float = Field(
@@ -274,6 +285,16 @@ class ClusterConfig(BaseModel):
     router: RouterSettings = RouterSettings()
     prefill_worker: WorkerSettings = WorkerSettings()
     decode_worker: WorkerSettings = WorkerSettings()
+
+    @model_validator(mode="after")
+    def _has_no_plain_link_by_accident(self) -> "ClusterConfig":
+        for role, worker in (("prefill", self.prefill_worker), ("decode", self.decode_worker)):
+            if self.tls.is_on and worker.transport == "nccl" and not worker.plain_nccl:
+                raise ValueError(
+                    f"{role}_worker: transport nccl does not encrypt KV, and TLS is on: set transport: gloo, "
+                    "or plain_nccl: true where the network between the GPUs is trusted"
+                )
+        return self
 
     def router_config(self) -> RouterConfig:
         """What the router of this cluster needs to know."""

@@ -10,14 +10,22 @@ from common.values.config import WorkerConfig
 from common.values.errors import PdserveError
 
 # The cores that a process got, the address by which others reach it, and where its metrics are scraped.
-OF_THE_PLACE = frozenset({"num_threads", "cpus", "host", "metrics_port"})
+OF_THE_PLACE = frozenset({"num_threads", "cpus", "host", "metrics_port", "num_gpus"})
 MAY_DIFFER = frozenset(
     {
         *("role", "worker_id", "port"),
-        *("block_size", "num_blocks", "kv_cache_bytes"),
+        *("block_size", "num_blocks", "kv_cache_bytes", "gpu_memory_utilization"),
         *("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "gap_budget_s", "max_step_s", "lease_s"),
         *("speculation", "max_draft_tokens"),
-        *("transport", "digest", "min_chunk_bytes", "max_inflight_bytes", "min_link_bytes_per_s", "link_timeout_s"),
+        *(
+            "transport",
+            "digest",
+            "plain_nccl",
+            "min_chunk_bytes",
+            "max_inflight_bytes",
+            "min_link_bytes_per_s",
+            "link_timeout_s",
+        ),
     }
 )
 # May hold a password: a refusal is logged and shown.

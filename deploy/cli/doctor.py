@@ -15,7 +15,7 @@ from importlib import metadata
 from typing import Literal
 
 from common.values.addresses import join_address
-from common.values.config import ClusterConfig, WorkerSettings
+from common.values.config import CPU_CACHE_BYTES, ClusterConfig, WorkerSettings
 
 Status = Literal["ok", "warning", "failed"]
 EXIT_FOUND_FAULTS = 3
@@ -325,7 +325,7 @@ def _ranks(*workers: WorkerSettings) -> Finding:
     from deploy.worker.memory import free_memory
 
     widths = [each.tensor_parallel_size for each in workers]
-    num_bytes = sum(each.tensor_parallel_size * each.kv_cache_bytes for each in workers)
+    num_bytes = sum(each.tensor_parallel_size * (each.kv_cache_bytes or CPU_CACHE_BYTES) for each in workers)
     found = f"{sum(widths)} of {len(widths)} workers, {num_bytes / 1e9:.1f} GB of KV"
     if max(widths, default=1) == 1:
         return Finding("ranks", "ok", "every worker is one process")

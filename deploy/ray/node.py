@@ -26,7 +26,8 @@ def fit_to_node(config_json: str) -> str:
     fitted = config.model_copy(update={"host": ray.util.get_node_ip_address(), "num_threads": num_threads})
     check_worker_host(fitted.host, fitted.tls, insecure=fitted.insecure)
     os.environ.update(worker_environment(fitted, has_gpu=has_gpu()))
-    _show_gpus()
+    if not fitted.num_gpus:
+        _show_gpus()
     return fitted.model_dump_json()
 
 

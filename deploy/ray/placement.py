@@ -15,7 +15,15 @@ from common.values.config import ClusterConfig, WorkerConfig
 from common.values.messages import Role
 from deploy.ray.local import resource_name
 from deploy.ray.worker_actor import WORKER_CLASS, WorkerActor
-from deploy.worker.env import has_gpu, num_cores, num_threads_per_worker, worker_environment, worker_settings
+from deploy.worker.env import (
+    gpu_names,
+    gpu_of,
+    has_gpu,
+    num_cores,
+    num_threads_per_worker,
+    worker_environment,
+    worker_settings,
+)
 
 RAY_NAMESPACE = "pdserve"
 # An actor that has a place says who it is at once.
@@ -93,8 +101,10 @@ class LocalPlacement:
 
     def create(self, role: Role, worker_id: str) -> Any:
         config = self.worker_config(role, worker_id)
-        options = {"runtime_env": {"env_vars": worker_environment(config, has_gpu=has_gpu())}}
-        return _actor(role, options).remote(self._actor_class, config.model_dump_json())
+        env = worker_environment(config, has_gpu=has_gpu())
+        if (gpu := gpu_of(self._config, role, worker_id, gpu_names())) is not None:
+            env["CUDA_VISIBLE_DEVICES"] = gpu
+        return _actor(role, {"runtime_env": {"env_vars": env}}).remote(self._actor_class, config.model_dump_json())
 
     def worker_config(self, role: Role, worker_id: str) -> WorkerConfig:
         settings = worker_settings(self._config, role, self._num_threads)
@@ -123,9 +133,10 @@ class ClusterPlacement:
     def create(self, role: Role, worker_id: str) -> Any:
         # A name of its own for every life: a dead actor's name is free only some time later.
         name = f"{self._config.namespace}/{role.value}/{worker_id}/{secrets.token_hex(4)}"
-        actor = _actor(role, {"name": name, "namespace": RAY_NAMESPACE, "lifetime": "detached"})
-        config_json = self.worker_config(role, worker_id).model_dump_json()
-        return actor.remote(self._actor_class, config_json, is_fitted_to_node=True)
+        config = self.worker_config(role, worker_id)
+        reserved = {"num_gpus": reserved_gpus(config)}
+        actor = _actor(role, {"name": name, "namespace": RAY_NAMESPACE, "lifetime": "detached", **reserved})
+        return actor.remote(self._actor_class, config.model_dump_json(), is_fitted_to_node=True)
 
     def worker_config(self, role: Role, worker_id: str) -> WorkerConfig:
         return self._config.worker_config(role.value, worker_id)
@@ -156,11 +167,21 @@ class ClusterPlacement:
         """Ask Ray's autoscaler. It remembers the last request of the whole Ray cluster until the next one."""
         from ray.autoscaler.sdk import request_resources
 
-        bundles = [{resource_name(role): 1} for role in Role for _ in range(num_workers[role.value])]
+        bundles = [self._bundle(role) for role in Role for _ in range(num_workers[role.value])]
         request_resources(bundles=bundles)
 
+    def _bundle(self, role: Role) -> dict[str, float]:
+        num_gpus = reserved_gpus(self.worker_config(role, ""))
+        return {resource_name(role): 1} | ({"GPU": num_gpus} if num_gpus else {})
+
     def what_it_waits_for(self, role: Role) -> str:
-        return f"waits for a Ray node that offers {resource_name(role)}"
+        wanted = " and ".join(f"{number:g} {name}" for name, number in self._bundle(role).items())
+        return f"waits for a Ray node that offers {wanted}"
+
+
+def reserved_gpus(config: WorkerConfig) -> float:
+    """Of an actor: its ranks are processes of its own, so it reserves for them all, on its one node."""
+    return config.num_gpus * config.tensor_parallel_size
 
 
 def tell_apart(actors: Sequence[NamedActor], ask: Ask) -> tuple[list[FoundWorker], list[NamedActor]]:

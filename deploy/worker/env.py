@@ -5,6 +5,7 @@ spinning on a core that another worker could use.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.values.config import ClusterConfig, WorkerSettings
@@ -25,6 +26,20 @@ def num_cores() -> int:
     quota = cpu_quota()
     cores = len(os.sched_getaffinity(0))
     return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def gpu_names(root: Path = Path("/")) -> list[str]:
+    """The NVIDIA GPUs that a worker may use, as CUDA_VISIBLE_DEVICES names them; `root` is for tests."""
+    if (shown := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in shown.split(",") if name.strip() not in ("", "-1")]
+    return sorted((path.name.removeprefix("nvidia") for path in root.glob("dev/nvidia[0-9]*")), key=int)
+
+
+def gpu_of(config: ClusterConfig, role: Role, worker_id: str, gpus: Sequence[str]) -> str | None:
+    """Which of this machine's GPUs a worker gets: each the next, prefill workers first; None where there is none."""
+    number = worker_id.rpartition("-")[2]
+    before = config.pools.prefill if role is Role.DECODE else 0
+    return gpus[(before + int(number)) % len(gpus)] if gpus and number.isdigit() else None
 
 
 def has_gpu() -> bool:

@@ -150,3 +150,11 @@ def test_valkey_of_compose_and_of_the_chart_run_on_the_same_settings(render: Any
     chart = named(render("default"), "ConfigMap", "-valkey")["data"]["valkey.conf"]
     compose = (DOCKER_DIR / "valkey.conf").read_text()
     assert chart.replace("pd-pdserve:*", "pdserve:*").strip() == compose.strip()
+
+
+def test_kernels_that_a_worker_compiles_can_be_loaded() -> None:
+    """Triton keeps them below the home, on a tmpfs, which Docker mounts noexec unless told otherwise."""
+    for name, service in COMPOSE["services"].items():
+        if name.startswith(("prefill", "decode")):
+            (home,) = [each for each in service["tmpfs"] if each.startswith("/home/pdserve:")]
+            assert "exec" in home.partition(":")[2].split(",")

@@ -131,6 +131,24 @@ class CompiledRun(Protocol):
         ...
 
 
+class Memory(Protocol):
+    """The memory of a device that has its own, in bytes."""
+
+    def total(self) -> int: ...
+
+    def free(self) -> int:
+        """What nobody has taken, other processes included."""
+        ...
+
+    def held(self) -> int:
+        """What this process has taken for tensors, used or kept for reuse."""
+        ...
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        """The most that this process's tensors take at once while it runs."""
+        ...
+
+
 class Device(Protocol):
     """Where a model is computed. Weights and activations are of `dtype` and lie at `place`."""
 
@@ -139,6 +157,11 @@ class Device(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def memory(self) -> Memory | None:
+        """None where it is the machine's, which others need as well."""
+        ...
 
     @property
     def attention(self) -> AttentionBackend: ...

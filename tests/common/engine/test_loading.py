@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from common.checkpoint import CheckpointError, open_checkpoint
 from common.engine.devices.cpu.device import CpuDevice, cpu_dtype
 from common.engine.devices.cpu.native.ops import native_ops
+from common.engine.devices.hidden_gpu import refuse_hidden_gpu
 from common.engine.loading import LoadedModel, fingerprint_of, kv_spec_of, load_model, open_device
 from common.values.config import ModelConfig, WorkerConfig
 from tests.interpreter import import_triton_interpreted
@@ -94,6 +95,31 @@ def test_the_device_is_a_gpu_where_there_is_one_unless_the_cpu_is_asked_for(monk
     assert opened("auto", has_gpu=False) == (CpuDevice, "cpu", torch.float32)
     assert opened("cpu", has_gpu=True) == (CpuDevice, "cpu", torch.float32)
     assert opened("triton", has_gpu=False) == (TritonDevice, "cpu", torch.float32)  # under the interpreter
+
+
+def test_a_gpu_that_torch_does_not_see_is_refused_unless_it_is_hidden_on_purpose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    refuse_hidden_gpu(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    with pytest.raises(CheckpointError, match="set attention: cpu to serve from the CPU"):
+        refuse_hidden_gpu(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    refuse_hidden_gpu(tmp_path)
+
+
+def test_only_where_the_device_is_left_open_a_hidden_gpu_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise CheckpointError("hidden")
+
+    monkeypatch.setattr("common.engine.loading.refuse_hidden_gpu", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = WorkerConfig(role="prefill", worker_id="p", model=ModelConfig(path="m"), attention="cpu")
+    assert open_device(config).place.type == "cpu"
+    with pytest.raises(CheckpointError, match="hidden"):
+        open_device(config.model_copy(update={"attention": "auto"}))
 
 
 def test_triton_refuses_weights_of_fewer_bits_by_name() -> None:

@@ -141,3 +141,15 @@ def test_processes_get_their_part_of_the_tree() -> None:
 def test_every_setting_can_be_described() -> None:
     for setting in load_settings({}, None, {}).values:
         assert isinstance(describe(setting.path), str)
+
+
+def test_kv_that_would_leave_a_tls_cluster_unencrypted_is_refused_unless_that_is_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "pdserve.yaml"
+    tls = "tls: {cert_file: c, key_file: k, ca_file: a}\n"
+    path.write_text(tls + "decode_worker: {transport: nccl}\n")
+    with pytest.raises(InvalidSettings, match="decode_worker: transport nccl does not encrypt KV"):
+        load_settings({}, path, {})
+    path.write_text(tls + "decode_worker: {transport: nccl, plain_nccl: true}\n")
+    assert load_settings({}, path, {}).config.decode_worker.plain_nccl
+    path.write_text("decode_worker: {transport: nccl}\n")
+    load_settings({}, path, {})

@@ -1,11 +1,25 @@
 """Which worker an actor is that an earlier controller left."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from common.values.config import ClusterConfig, WorkerSettings
 from common.values.messages import Role
-from deploy.ray.placement import FROZEN_S, IDENTITY_LIMIT_S, Ask, NamedActor, last_line_below, tell_apart
+from deploy.ray.placement import (
+    FROZEN_S,
+    IDENTITY_LIMIT_S,
+    Ask,
+    ClusterPlacement,
+    LocalPlacement,
+    NamedActor,
+    last_line_below,
+    reserved_gpus,
+    tell_apart,
+)
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -93,3 +107,43 @@ def test_the_last_line_of_the_log_that_was_written_to_last_says_why_nothing_star
 def test_where_nothing_runs_nothing_is_found() -> None:
     ask, _ = answers({})
     assert tell_apart([], ask) == ([], [])
+
+
+def test_an_actor_reserves_the_gpus_of_all_its_ranks_and_says_what_it_waits_for() -> None:
+    """The ranks are its own processes, so they are on its node whatever Ray packs."""
+    settings = WorkerSettings(num_gpus=0.5, tensor_parallel_size=4)
+    placement = ClusterPlacement(ClusterConfig(decode_worker=settings))
+    assert reserved_gpus(placement.worker_config(D, "decode-0")) == 2.0
+    assert placement.what_it_waits_for(D) == "waits for a Ray node that offers 1 pd_decode and 2 GPU"
+    assert placement.what_it_waits_for(P) == "waits for a Ray node that offers 1 pd_prefill"
+
+
+class Ray:
+    """Notes the options of the actors that are made."""
+
+    def __init__(self) -> None:
+        self.options: list[Mapping[str, Any]] = []
+
+    def actor(self, role: Role, options: Mapping[str, Any]) -> "Ray":
+        self.options.append(options)
+        return self
+
+    def remote(self, *arguments: object, **fields: object) -> str:
+        return "handle"
+
+
+def test_each_worker_of_this_machine_sees_one_gpu_and_one_of_a_cluster_what_it_reserves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = Ray()
+    monkeypatch.setattr("deploy.ray.placement._actor", ray.actor)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    local = LocalPlacement(ClusterConfig(), tmp_path)
+    for role in (P, D):
+        local.create(role, f"{role.value}-0")
+    assert [each["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] for each in ray.options] == ["4", "5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    local.create(P, "prefill-0")
+    assert "CUDA_VISIBLE_DEVICES" not in ray.options[-1]["runtime_env"]["env_vars"]
+    ClusterPlacement(ClusterConfig(prefill_worker=WorkerSettings(num_gpus=1))).create(P, "prefill-0")
+    assert ray.options[-1]["num_gpus"] == 1

@@ -1,8 +1,10 @@
+from pathlib import Path
+
 import pytest
 
 from common.values.config import ClusterConfig, PoolSettings, WorkerSettings
 from common.values.messages import Role
-from deploy.worker.env import num_threads_per_worker, worker_environment, worker_settings
+from deploy.worker.env import gpu_names, gpu_of, num_threads_per_worker, worker_environment, worker_settings
 
 
 def test_workers_get_equal_shares_of_the_cores_and_never_none() -> None:
@@ -41,3 +43,27 @@ def test_beside_a_gpu_a_dead_peer_of_nccl_ends_no_process_and_an_operators_tunin
     assert (env["TORCH_NCCL_ASYNC_ERROR_HANDLING"], env["TORCH_NCCL_ENABLE_MONITORING"]) == ("0", "0")
     assert (env["NCCL_MAX_P2P_NCHANNELS"], env["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("16", "32")
     assert not any("NCCL_A" in name for name in worker_environment(WorkerSettings(), has_gpu=False))
+
+
+def test_the_gpus_of_a_machine_are_those_that_are_shown_or_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia10", "nvidia2", "nvidia0", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_names(tmp_path) == ["0", "2", "10"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-8c")
+    assert gpu_names(tmp_path) == ["3", "GPU-8c"]
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert gpu_names(tmp_path) == []
+
+
+def test_workers_of_one_machine_take_its_gpus_in_turn_and_a_replacement_the_same() -> None:
+    config = ClusterConfig(pools=PoolSettings(prefill=2, decode=6))
+    gpus = [str(idx) for idx in range(8)]
+    names = [*(("prefill", idx) for idx in range(2)), *(("decode", idx) for idx in range(6))]
+    given = [gpu_of(config, Role(role), f"{role}-{idx}", gpus) for role, idx in names]
+    assert given == gpus
+    assert gpu_of(config, Role.DECODE, "decode-0", ["0"]) == "0"
+    assert gpu_of(config, Role.DECODE, "decode-0", []) is None
+    assert gpu_of(config, Role.DECODE, "mine", gpus) is None

@@ -24,6 +24,7 @@ class CpuDevice:
     """`Device`. Keeps what its attention needs of the step being computed, nothing else that changes."""
 
     place = torch.device("cpu")
+    memory = None
 
     def __init__(self, dtype: torch.dtype, ops: NativeOps | None, quantization: Quantization = "none") -> None:
         """`ops` = None: torch's operators only. Raises CheckpointError where fewer bits cannot be had."""

@@ -12,9 +12,20 @@ import torch.nn.functional as F
 from common.checkpoint import CheckpointError
 from common.checkpoint.layers import Activation, AttentionOptions, Experts
 from common.engine.contract.attention import AttentionBatch, LayerKV
-from common.engine.contract.device import Capture, CompiledRun, ExpertWeights, GroupedMlp, Layer, Linear, Mlp, Tail
+from common.engine.contract.device import (
+    Capture,
+    CompiledRun,
+    ExpertWeights,
+    GroupedMlp,
+    Layer,
+    Linear,
+    Memory,
+    Mlp,
+    Tail,
+)
 from common.engine.contract.experts import torch_experts
 from common.engine.devices.triton.capture import CudaCapture
+from common.engine.devices.triton.cuda_memory import CudaMemory
 from common.engine.devices.triton.decode_attention import decode_attention
 from common.engine.devices.triton.device_draws import TritonDraws
 from common.engine.devices.triton.elementwise import TritonElementwise
@@ -76,8 +87,11 @@ class TritonDevice:
     def __init__(self, dtype: torch.dtype, quantization: Quantization = "none") -> None:
         """Raises RuntimeError where kernels cannot run, CheckpointError when weights should have fewer bits."""
         if quantization != "none":
-            raise CheckpointError(f"quantization={quantization} is not offered by attention=triton, only on CPUs")
+            raise CheckpointError(
+                f"quantization={quantization} is not offered by attention=triton or on GPUs, only on CPUs"
+            )
         self.place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.memory: Memory | None = CudaMemory() if self.place.type == "cuda" else None
         self.dtype = dtype
         self.draws = TritonDraws()
         self.attention = TritonAttention()
