@@ -4,6 +4,7 @@ The terms of the model do not let us pass it on: docs/models.md says how to put 
 """
 
 import json
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -34,7 +35,9 @@ def test_prompts_become_the_same_token_ids(checkpoint: Checkpoint) -> None:
             assert checkpoint.tokenizer().encode(case["text"]).ids == case["prompt_token_ids"], case["id"]
 
 
-def test_all_prompts_at_once_give_the_reference_tokens_and_logprobs(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_all_prompts_at_once_give_the_reference_tokens_and_logprobs(checkpoint: Checkpoint, num_ranks: int) -> None:
+    """Two ranks hold its one KV head both, and share the query heads."""
     capacity = [len(case["prompt_token_ids"]) + len(case["output_token_ids"]) for case in GOLDEN]
     num_blocks = sum(-(-length // BLOCK_SIZE) for length in capacity)
     config = WorkerConfig(
@@ -44,10 +47,12 @@ def test_all_prompts_at_once_give_the_reference_tokens_and_logprobs(checkpoint: 
         dtype="float32",
         attention="cpu",
         num_blocks=num_blocks,
+        tensor_parallel_size=num_ranks,
     )
     tables = blocks_for(capacity, BLOCK_SIZE, num_blocks)
     batch = [generation(case, table) for case, table in zip(GOLDEN, tables, strict=True)]
-    run_all(load_model(config).runner, batch, 256)
+    with closing(load_model(config)) as loaded:
+        run_all(loaded.runner, batch, 256)
     for case, done in zip(GOLDEN, batch, strict=True):
         assert done.output == case["output_token_ids"], case["id"]
         assert [token.logprob for token in done.tokens] == pytest.approx(case["logprobs"], abs=1e-3), case["id"]

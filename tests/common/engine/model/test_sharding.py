@@ -35,6 +35,7 @@ SPLITS = {
     "qwen2": (TinyModel(architecture="qwen2"), 2),
     "qwen3": (TinyModel(architecture="qwen3", num_layers=3), 2),
     "gemma3": (TinyModel(architecture="gemma3", num_layers=3, tie_embeddings=True), 2),
+    "gemma3 with one KV head": (TinyModel(architecture="gemma3", num_layers=3, num_kv_heads=1), 2),
     "mixtral": (TinyModel(architecture="mixtral"), 2),
     "qwen2_moe": (TinyModel(architecture="qwen2_moe"), 2),
     "latents": (FAMILIES["deepseek_v2"], 2),
