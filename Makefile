@@ -37,7 +37,7 @@ aot: install
 
 # On a machine with a GPU: every kernel against its reference, and its speed. Says so where there is none.
 gpu: install
-	@$(BIN)/python -m tests.gpu.run_gpu
+	@$(BIN)/python -m $(if $(STAGE),tests.gpu.stages --stage $(STAGE),tests.gpu.run_gpu)
 
 # Every part beside its peers in one run: tables, build/bench.json, build/bench.svg. Best on an idle machine.
 bench: install

@@ -67,12 +67,12 @@ def copy_after_compute() -> None:
     assert sorted({float(value) for out in packed for value in out.unique()}) == [1.0, 2.0, 3.0, 4.0]
 
 
-def replay_a_generation() -> None:
+def replay_a_generation(attention: str = "triton", kinds: tuple[str, ...] = ("auto", "int8", "fp8_e4m3")) -> None:
     """Steps replayed from CUDA graphs give the tokens of launched ones, for every kind of cache."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_tiny_model(Path(folder) / "tiny")
-        for kv_cache_dtype in ("auto", "int8", "fp8_e4m3"):
-            outputs = [generate(path, kv_cache_dtype, has_graphs=has_graphs) for has_graphs in (False, True)]
+        for kv_cache_dtype in kinds:
+            outputs = [generate(path, kv_cache_dtype, has_graphs=has, attention=attention) for has in (False, True)]
             assert outputs[0] == outputs[1], kv_cache_dtype
 
 
