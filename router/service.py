@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import zip_longest
@@ -41,7 +41,7 @@ from router.core.events import (
     RouterEvent,
     SendToWorker,
 )
-from router.core.generation import Failed, Finished, GenerationEvent, GenerationRequest
+from router.core.generation import Failed, Finished, GenerationEvent, GenerationRequest, Tokens
 from router.core.router_limits import RouterLimits
 from router.core.workers import Worker
 from router.front.service_protocol import ClusterState, JsonObject, RankView, Readiness, WorkerView
@@ -49,11 +49,38 @@ from router.observe.event_log import EventLog
 from router.observe.recent import Recent, RecentView
 from router.observe.request_metrics import NullMetrics, RequestMetrics, RouterMetrics
 from router.registry import ExpectedRoles, WorkerDirectory
-from router.stream import GenerationStream
 
 GAUGES_INTERVAL_S = 1.0
 MAX_HASH_ROOTS = 1024  # one for each cache salt in use
 _NO_METRICS = NullMetrics()
+
+
+class GenerationStream(AsyncIterator[GenerationEvent]):
+    """What the core delivers and the front end reads. Tokens that wait are joined, so a slow reader costs little."""
+
+    def __init__(self) -> None:
+        self._events: deque[GenerationEvent] = deque()
+        self._has_news = asyncio.Event()
+        self._has_ended = False
+
+    def push(self, event: GenerationEvent) -> None:
+        """Add an event; nothing comes after Finished or Failed."""
+        assert not self._has_ended, f"{event} after the last event"
+        self._has_ended = isinstance(event, Finished | Failed)
+        last = self._events[-1] if self._events else None
+        if isinstance(event, Tokens) and isinstance(last, Tokens):
+            self._events[-1] = Tokens(last.tokens + event.tokens)
+        else:
+            self._events.append(event)
+        self._has_news.set()
+
+    async def __anext__(self) -> GenerationEvent:
+        while not self._events:
+            if self._has_ended:
+                raise StopAsyncIteration
+            self._has_news.clear()
+            await self._has_news.wait()
+        return self._events.popleft()
 
 
 class RouterService:

@@ -9,12 +9,14 @@ from typing import Any, assert_never
 from common.values.ids import AttemptId, RequestId, WorkerRef
 from common.values.messages import Drain, TokenBatch, WorkerInfo, WorkerMessage, WorkerStats
 from router.core.events import (
+    AttemptTimedOut,
     ChoiceStopped,
     DrainRequested,
     DropWorker,
     EndRequested,
     PrefixFound,
     RequestSubmitted,
+    RequestTimedOut,
     RouterEffect,
     RouterEvent,
     WorkerConnected,
@@ -32,8 +34,6 @@ from router.core.transitions import (
     OWN_ROWS,
     PREFILL_ROWS,
     REQUEST_ROWS,
-    AttemptTimedOut,
-    RequestTimedOut,
     place_waiting,
 )
 from router.core.workers import Worker

@@ -67,6 +67,20 @@ class PrefixFound:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTimedOut:
+    """The request's deadline."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptTimedOut:
+    """What the attempt's phase waits for has not come."""
+
+    attempt_id: AttemptId
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConnected:
     """A stream is up and the worker has said who it is."""
 

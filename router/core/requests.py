@@ -11,14 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from common.cores.deadlines import Deadlines
-from common.cores.fair_shares import OUTPUT_WEIGHT
 from common.values.errors import PdserveError, WorkerFailed
 from common.values.ids import AttemptId, RequestId, WorkerRef
 from common.values.messages import Cancel, RouterMessage
-from common.values.request import TokenEvent
 from router.core.admission import overload_error
 from router.core.events import Deliver, LookupPrefix, Lost, NoteRetry, NoteStaleHit, RouterEffect, SendToWorker
-from router.core.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, Tokens
+from router.core.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest
 from router.core.pool import WorkerPool
 from router.core.records import RequestRecords
 from router.core.request_state import AttemptPhase, Request, RouterAttempt
@@ -141,15 +139,6 @@ class Requests:
         elif attempt.attempt_id not in self.timers:
             seen_s = self.pool.pair_seen_s(self.now_s)
             self.timers.set(attempt.attempt_id, max(self.now_s, seen_s + self.limits.pair_grace_s))
-
-    def take_tokens(self, request: Request, attempt: RouterAttempt, tokens: Sequence[TokenEvent]) -> None:
-        """Pass on what is new and in order; choices that have ended leave the attempt."""
-        fresh = request.take(attempt, tokens, self.now_s)
-        if fresh:
-            self.deliver(request, Tokens(tuple(fresh)))
-            self.waiting.shares.charge(request.spec.tenant, OUTPUT_WEIGHT * len(fresh))
-        if request.is_stuck(attempt):
-            self.replay(request, [attempt], "tokens are missing")
 
     def accept(self, request: Request, prefill: Worker, decode: Worker, num_cached: int) -> None:
         """Tell the client where its request is; once, replacements are silent."""

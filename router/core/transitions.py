@@ -14,13 +14,12 @@ A lost decode worker ends its attempts, whatever their phase; new ones replay th
 replaces something lost; it is counted per request and for all together. A refusal is not a retry.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
+from common.cores.fair_shares import OUTPUT_WEIGHT
 from common.values.errors import DeadlineExceeded, InvalidRequest, NoReadyPair, Overloaded, WorkerFailed
-from common.values.ids import AttemptId, RequestId
 from common.values.messages import (
     AttemptFailed,
     AttemptTokens,
@@ -34,8 +33,10 @@ from common.values.messages import (
     Reserve,
     TransferFailed,
 )
+from common.values.request import TokenEvent
 from router.core.admission import admission_error
 from router.core.events import (
+    AttemptTimedOut,
     ChoiceStopped,
     Deliver,
     EndRequested,
@@ -43,27 +44,14 @@ from router.core.events import (
     NoteHandoff,
     PrefixFound,
     RequestSubmitted,
+    RequestTimedOut,
     WorkerLost,
 )
-from router.core.generation import Failed
+from router.core.generation import Failed, Tokens
 from router.core.prompt_scores import is_too_early, scored
 from router.core.request_state import AttemptPhase, Placed, Request, RequestState, RouterAttempt
 from router.core.requests import Requests
 from router.core.waiting import PrefillStart, Reservation, StillWaits
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTimedOut:
-    """The request's deadline."""
-
-    request_id: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptTimedOut:
-    """What the attempt's phase waits for has not come."""
-
-    attempt_id: AttemptId
 
 
 def ignore(*_: object) -> None:
@@ -243,7 +231,7 @@ def decode_first(requests: Requests, on: Placed, message: AttemptTokens) -> None
 
 def decode(requests: Requests, on: Placed, message: AttemptTokens) -> None:
     on.request.note_drafts(message)
-    requests.take_tokens(on.request, on.attempt, message.tokens)
+    _deliver(requests, on.request, on.attempt, message.tokens)
     if not on.attempt.choices:
         requests.release(on.worker.ref, on.attempt)  # it has ended the choices by itself
         on.worker.reopen()
@@ -272,6 +260,15 @@ def decode_lost(requests: Requests, on: Placed, event: WorkerLost) -> None:
     """All attempts that the request had there at once: one death is one retry."""
     attempts = [attempt for attempt in on.request.attempts.values() if attempt.decode == on.worker.ref]
     requests.replay(on.request, attempts, f"{on.worker.ref.worker_id} lost: {event.reason}")
+
+
+def _deliver(requests: Requests, request: Request, attempt: RouterAttempt, tokens: Sequence[TokenEvent]) -> None:
+    """Pass on what is new and in order; choices that have ended leave the attempt."""
+    if fresh := request.take(attempt, tokens, requests.now_s):
+        requests.emit(Deliver(request.request_id, Tokens(tuple(fresh))))
+        requests.waiting.shares.charge(request.spec.tenant, OUTPUT_WEIGHT * len(fresh))
+    if request.is_stuck(attempt):
+        requests.replay(request, [attempt], "tokens are missing")
 
 
 def _take_over(requests: Requests, request: Request, attempt: RouterAttempt) -> None:
@@ -307,7 +304,7 @@ def first_tokens(requests: Requests, on: Placed, message: FirstTokens) -> None:
         on.worker.tokens_computed(on.attempt.attempt_id)
     requests.check_hit(on.attempt, on.worker, message.num_cached_tokens)
     on.request.note_first_tokens(message)
-    requests.take_tokens(on.request, on.attempt, message.tokens)
+    _deliver(requests, on.request, on.attempt, message.tokens)
     requests.close_if_done(on.request, on.attempt)  # the first may be the last: then KV is needed no more
 
 

@@ -1,23 +1,19 @@
-"""What gRPC and HTTP share: from a client's statement to a stream of updates in text. No wire format here.
+"""What gRPC and HTTP share: from a client's statement to a valid request, and to who answers it. No wire format here.
 
 Owns the tokenizer's use, the validator and the requests in flight; the service behind it knows token ids only.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import assert_never
 
 from common.telemetry.logs import get_logger
-from common.values.errors import DeadlineExceeded, InvalidApiKey, InvalidRequest, PdserveError
+from common.values.errors import InvalidApiKey, InvalidRequest, PdserveError
 from common.values.ids import RequestId
-from common.values.request import PromptLogprobs
-from router.core.generation import Accepted, Failed, Finished, Tokens
-from router.front.in_flight import Entry, InFlight
-from router.front.merge import merged
-from router.front.output import Deltas, RequestOutput, Update
+from router.front.in_flight import InFlight
+from router.front.output import Answers
 from router.front.service_protocol import GenerationService, Readiness
 from router.observe.request_metrics import NullMetrics, RouterMetrics
 from router.request import limits
@@ -26,14 +22,12 @@ from router.request.expected import format_of, guide_of
 from router.request.served_model import ServedModel
 from router.request.spec import ChatPrompt, Prompt, RequestSpec, TextPrompt, TokenPrompt
 from router.request.validation import Validator, ValidRequest
-from router.tenants.tenants import Lease, Tenant
+from router.tenants.tenants import Tenant
 from router.text.prompt_text import prompt_offsets
 from router.text.token_text import TokenTexts
 from router.text.tokenizer import PromptTokenizer, strings_in
 
 _NO_METRICS = NullMetrics()
-# The service ends a request at its deadline by itself; this is for one that does not.
-_DEADLINE_SLACK_S = 0.2
 # Of a prompt: enough for a marker that is several tokens, and white space.
 _NUM_END_TOKENS = 16
 
@@ -55,6 +49,7 @@ class Frontend:
         self.validator = validator
         self.token_texts = TokenTexts(tokenizer.tokenizer)
         self.in_flight = InFlight(service)
+        self.answers = Answers(service, self.in_flight, self.token_texts)
         self._grammars = Grammars(tokenizer.tokenizer, model.vocab_size, model.eos_token_ids)
         self._metrics = metrics
 
@@ -123,58 +118,6 @@ class Frontend:
             raise InvalidRequest(f"{param} holds ids outside 0 ... {self.model.vocab_size - 1}", param=param)
         return self.tokenizer.decode(token_ids)
 
-    @asynccontextmanager
-    async def run_all(
-        self, requests: Sequence[ValidRequest]
-    ) -> AsyncIterator[AsyncGenerator[tuple[int, Update], None]]:
-        """The prompts of one call, as `run`, with their indices. All have a place before the first is submitted."""
-        lengths = [len(request.generation.token_ids) for request in requests]
-        with ExitStack() as held:
-            leases = [held.enter_context(lease) for lease in requests[0].tenant.take_places(lengths)]
-            async with aclosing(merged(list(map(self.run, requests, leases)))) as updates:
-                yield updates
-
-    async def run(self, request: ValidRequest, lease: Lease | None = None) -> AsyncGenerator[Update, None]:
-        """Submit and follow a request to its end, in the place that it has or takes one.
-
-        Raises PdserveError; leaving early cancels it.
-        """
-        generation, tenant = request.generation, request.tenant
-        error = _deadline_exceeded(generation.deadline_s)
-        limit_s = generation.deadline_s + _DEADLINE_SLACK_S
-        with (
-            lease or tenant.take_places([len(generation.token_ids)])[0] as place,
-            self.in_flight.enter(generation.request_id, tenant.name, limit_s, error) as entry,
-        ):
-            async with aclosing(self._follow(request, entry, place)) as updates:
-                async for update in updates:
-                    yield update
-
-    async def _follow(self, request: ValidRequest, entry: Entry, lease: Lease) -> AsyncGenerator[Update, None]:
-        output = RequestOutput(request, self.token_texts, self.service)
-        async for event in self.service.submit(request.generation):
-            match event:
-                case Accepted():
-                    output.accepted = event
-                    lease.placed()
-                    yield event
-                case PromptLogprobs():
-                    yield event
-                case Tokens():
-                    lease.charge(len(event.tokens))
-                    if deltas := output.push(event.tokens):
-                        yield Deltas(deltas)
-                case Finished():
-                    for update in output.finished(event):
-                        yield update
-                    return
-                case Failed():
-                    _check_aborted(event, entry, request.generation.deadline_s)
-                case _:
-                    assert_never(event)
-        for update in output.unfinished(entry):
-            yield update
-
     def _tokenize(self, prompt: Prompt) -> Sequence[int]:
         match prompt:
             case TokenPrompt():
@@ -193,21 +136,6 @@ class Frontend:
                 )
             case _:
                 assert_never(prompt)
-
-
-def _check_aborted(failed: Failed, entry: Entry, deadline_s: float) -> None:
-    """Raises what a failure means to the client, unless it has ended the request itself."""
-    if isinstance(failed.error, DeadlineExceeded):
-        raise entry.error or _deadline_exceeded(deadline_s)
-    if not entry.is_aborted:
-        raise entry.error or failed.error
-
-
-def _deadline_exceeded(deadline_s: float) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"the request did not end within {deadline_s:g} s: the deadline that its client stated "
-        "(x-request-timeout-s, in gRPC the call's own), else router.default_deadline_s"
-    )
 
 
 def _text_length(prompt: Prompt) -> int:

@@ -11,40 +11,37 @@ ItemT = TypeVar("ItemT")
 _MAX_QUEUED = 64
 
 
-async def merged(sources: Sequence[AsyncGenerator[ItemT, None]]) -> AsyncGenerator[tuple[int, ItemT], None]:
-    """Items of all sources with the source's index, in order of arrival. The first error ends all."""
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as source:
-            async for only in source:
-                yield 0, only
-        return
-    queue: asyncio.Queue[tuple[int, ItemT | Exception | None]] = asyncio.Queue(_MAX_QUEUED)
-    readers = [asyncio.ensure_future(_read(idx, source, queue)) for idx, source in enumerate(sources)]
+def merged(sources: Sequence[AsyncGenerator[ItemT, None]]) -> AsyncGenerator[ItemT, None]:
+    """Items of all sources in order of arrival. The first error ends all. One source is left as it is."""
+    return sources[0] if len(sources) == 1 else _merged(sources)
+
+
+async def _merged(sources: Sequence[AsyncGenerator[ItemT, None]]) -> AsyncGenerator[ItemT, None]:
+    queue: asyncio.Queue[ItemT | Exception | None] = asyncio.Queue(_MAX_QUEUED)
+    readers = [asyncio.ensure_future(_read(source, queue)) for source in sources]
     try:
         num_open = len(sources)
         while num_open:
-            idx, item = await queue.get()
+            item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
                 num_open -= 1
             else:
-                yield idx, item
+                yield item
     finally:
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def _read(
-    idx: int, source: AsyncGenerator[ItemT, None], queue: asyncio.Queue[tuple[int, ItemT | Exception | None]]
-) -> None:
+async def _read(source: AsyncGenerator[ItemT, None], queue: asyncio.Queue[ItemT | Exception | None]) -> None:
     """Pass on every item, then None or the error that ended the source."""
     try:
         async with aclosing(source):
             async for item in source:
-                await queue.put((idx, item))
+                await queue.put(item)
     except Exception as error:
-        await queue.put((idx, error))
+        await queue.put(error)
     else:
-        await queue.put((idx, None))
+        await queue.put(None)

@@ -31,8 +31,8 @@ class GenerateCall:
 
     async def run(self) -> None:
         try:
-            async with aclosing(self._frontend.run(self._valid)) as updates:
-                async for update in updates:
+            async with aclosing(self._frontend.answers.run(self._valid)) as updates:
+                async for _, update in updates:
                     await self._write_update(update)
         except WorkerFailed as error:
             if self._echoed or self._ends or self._deltas:

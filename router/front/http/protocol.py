@@ -17,7 +17,7 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.front.http.connections import Connections
-from router.front.http.stream import CONNECTION_EXTENSION
+from router.front.http.leaving import CONNECTION_EXTENSION
 from router.front.http.transport import GatheringTransport
 from router.request import limits
 

@@ -20,10 +20,10 @@ from router.front.http.generation import (
     TRACE_PARENT_HEADER,
     HttpSettings,
     answer_headers,
-    check_not_aborted,
 )
 from router.front.http.io import deadline_of, json_response, read_json, request_id_of
-from router.front.http.stream import DONE, ClientGone, EventStream, sse_frame, until_disconnected
+from router.front.http.leaving import ClientGone, until_disconnected
+from router.front.http.stream import DONE, EventStream, check_not_aborted, sse_frame
 from router.front.openai.items.answers import ResponseAnswer, ResponseError
 from router.front.openai.items.render import Event, ItemWriter, begun_answer, num_top_logprobs
 from router.front.openai.items.requests import ResponseBody
@@ -126,7 +126,7 @@ class ResponseEndpoint:
 
     async def _events(self, job: _Job) -> AsyncIterator[list[Event]]:
         """None at first: the request is placed."""
-        async with self._frontend.run_all([job.request]) as updates:
+        async with self._frontend.answers.run_all([job.request]) as updates:
             async for _, update in updates:
                 match update:
                     case Accepted():

@@ -21,6 +21,11 @@ def usage_of_counts(num_prompt_tokens: int, num_completion_tokens: int, num_cach
     return Usage(num_prompt_tokens, num_completion_tokens, num_tokens, PromptTokensDetails(num_cached_tokens))
 
 
+def timings_of(summaries: Sequence[Summary]) -> RequestTimings:
+    """Of the slowest of a request's prompts."""
+    return max((summary.timings for summary in summaries), key=lambda timings: timings.wall_s)
+
+
 def metrics_of(timings: RequestTimings, num_completion_tokens: int) -> RequestMetrics:
     after_first_s = max(0.0, timings.wall_s - timings.time_to_first_token_s)
     hidden_s = max(0.0, timings.kv_transfer_s - timings.kv_exposed_s)

@@ -18,7 +18,7 @@ from router.core.router_limits import RouterLimits
 from router.core.waiting import AttemptQueue
 from router.core.workers import Worker
 from router.observe.request_metrics import NullMetrics, RequestMetrics
-from router.stream import GenerationStream
+from router.service import GenerationStream
 from tests.router.core.kit import Driver, request, token, worker_info
 
 

@@ -23,15 +23,22 @@ from common.values.messages import (
 )
 from common.values.request import FinishReason, PromptLogprobs
 from router.core import transitions
-from router.core.events import ChoiceStopped, EndRequested, PrefixFound, PrefixKey, RequestSubmitted, WorkerLost
+from router.core.events import (
+    AttemptTimedOut,
+    ChoiceStopped,
+    EndRequested,
+    PrefixFound,
+    PrefixKey,
+    RequestSubmitted,
+    RequestTimedOut,
+    WorkerLost,
+)
 from router.core.request_state import AttemptPhase, RequestState
 from router.core.transitions import (
     DECODE_ROWS,
     OWN_ROWS,
     PREFILL_ROWS,
     REQUEST_ROWS,
-    AttemptTimedOut,
-    RequestTimedOut,
     ignore,
 )
 from tests.router.core.kit import BLOCK_SIZE, FINGERPRINT, Driver, lose, ref, request, token

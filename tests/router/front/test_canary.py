@@ -46,6 +46,7 @@ class Rigs:
         for rig in (self.http, self.rpc):
             rig.frontend.service = service
             rig.frontend.in_flight._service = service
+            rig.frontend.answers._service = service
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

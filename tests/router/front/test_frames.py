@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from common.values.request import FinishReason
-from router.front.http import generation
-from router.front.http.frames import PlainFrames, is_plain
-from router.front.http.stream import sse_frame
+from router.front.http import generation, stream
+from router.front.http.stream import PlainFrames, is_plain, sse_frame
 from router.request.dialect import Dialect
 from router.text.choice_text import ChoiceDelta
 from tests.router.front.http_rig import MODEL, http_rig, ids
@@ -63,7 +62,7 @@ async def test_plain_events_have_the_bytes_of_ordinary_ones(
     if path.endswith("chat/completions"):
         options.append({"include_reasoning": False})
     short = [await streamed(text, path, body | option) for option in options]
-    monkeypatch.setattr(generation, "is_plain", lambda delta: False)
+    monkeypatch.setattr(stream, "is_plain", lambda delta: False)
     assert short == [await streamed(text, path, body | option) for option in options]
     assert all(b"data: [DONE]" in each for each in short)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from router.front.http.stream import CONNECTION_EXTENSION, ClientGone, until_disconnected
+from router.front.http.leaving import CONNECTION_EXTENSION, ClientGone, until_disconnected
 
 
 class Connection:
