@@ -27,11 +27,11 @@ def reserve(
     """The new request and the block tables of its prompt: USED if it is local, else HELD. None = no blocks."""
     work, scheduler = message.work, state.scheduler
     hashes = scheduler.blocks.hashes_of(work)
-    num_hit = scheduler.blocks.match(hashes, len(work.token_ids) - 1)
     # A prompt whose logprobs are told is computed from its beginning; what is cached here need not be sent, no more.
-    num_here = num_hit if work.num_prompt_logprobs is None else 0
+    is_scored = work.num_prompt_logprobs is not None
+    num_here = 0 if is_scored else scheduler.blocks.match(hashes, len(work.token_ids) - 1)
     is_local = len(work.token_ids) - num_here * scheduler.blocks.block_size <= message.local_prefill_max_tokens
-    num_hit = num_here if is_local else num_hit
+    num_hit = num_here if is_local else scheduler.blocks.match_received(hashes, len(work.token_ids))
     num_cached_tokens = num_hit * scheduler.blocks.block_size
     kind = RefKind.USED if is_local else RefKind.HELD
     block_tables = scheduler.blocks.reserve(hashes, num_hit, len(work.token_ids), kind, len(scheduler.running))

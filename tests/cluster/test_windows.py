@@ -31,13 +31,21 @@ async def test_a_disaggregated_model_gives_the_tokens_of_transformers(tmp_path: 
             cold = [await _complete(client, prompt) for prompt in PROMPTS]
             warm = [await _complete(client, prompt) for prompt in PROMPTS]
             together = await asyncio.gather(*(_complete(client, prompt) for prompt in PROMPTS))
+        bytes_of_cold, bytes_of_warm = (answers[-1]["metrics"]["kv_bytes"] for answers in (cold, warm))
+        assert bytes_of_warm < bytes_of_cold  # of its blocks those were found that others had not taken
         for answers in (cold, warm, together):
             assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
         cluster.audit()
 
 
 async def _complete(client: httpx.AsyncClient, prompt: list[int]) -> Any:
-    fields = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    fields = {
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "return_timings": True,
+    }
     reply = await client.post("/v1/completions", json={"model": "tiny", "prompt": prompt} | fields)
     assert reply.status_code == 200, reply.text
     return reply.json()

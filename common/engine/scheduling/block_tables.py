@@ -5,7 +5,7 @@ Each group of layers has a pool of its own, and a sequence one block table per g
 * a block is released when no later token reads it: its place in the table stays, with `NO_BLOCK`;
 * a prompt has blocks for the window and the chunk that is computed, which move on with it, and from the start those
   of its last window, which are shipped or decoded from; so a long one needs no more than a short one;
-* a prefix hit needs no more than the last window of it.
+* a prefix hit needs no more than the last window of it; of a prompt that is received, no more than of the prompt's.
 
 The only caller of the pools on a worker. Keeps what the prefix index has to hear of: evictions as `allocate` returns
 them, full blocks as they are registered, both of the first group that has no window.
@@ -86,13 +86,21 @@ class BlockTables:
     def match(self, hashes: HashChain, num_tokens: int) -> int:
         """How many leading blocks, of those that hold no more than `num_tokens` tokens, are cached, as far as later
         tokens read them. The token after those is the first whose logits must be computed."""
-        num_blocks = num_tokens // self.block_size
-        for group in self.groups:
-            if not group.window:
-                num_blocks = len(group.pool.match_prefix(hashes.blocks[:num_blocks]))
-        while not all(self._has_window(idx, hashes, num_blocks) for idx in self._windowed):
+        num_blocks = self._num_whole(hashes, num_tokens)
+        while not self._has_windows(hashes, num_blocks, num_blocks * self.block_size):
             num_blocks -= 1
         return num_blocks
+
+    def match_received(self, hashes: HashChain, num_tokens: int) -> int:
+        """How many leading blocks of a prompt of so many tokens need not be sent here. Of a group with a window nothing
+        need be cached before the prompt's last window: what of that lies behind the hit is sent."""
+        num_blocks = self.match(hashes, num_tokens - 1)
+        if len(self._windowed) == len(self.groups):
+            return num_blocks  # nothing says which tokens are the cached ones
+        longest = self._num_whole(hashes, num_tokens - 1)
+        return next(
+            (num for num in range(longest, num_blocks, -1) if self._has_windows(hashes, num, num_tokens)), num_blocks
+        )
 
     # ---- tables -------------------------------------------------------------------------------------
 
@@ -284,10 +292,21 @@ class BlockTables:
             table[place] = block
         return table
 
-    def _has_window(self, idx: int, hashes: HashChain, num_blocks: int) -> bool:
-        group = self.groups[idx]
-        first = group.first_block_needed(num_blocks * self.block_size)
-        return all(group.pool.find(block_hash) is not None for block_hash in hashes.blocks[first:num_blocks])
+    def _num_whole(self, hashes: HashChain, num_tokens: int) -> int:
+        """Leading blocks of `num_tokens` tokens that are cached in every group without a window."""
+        num_blocks = num_tokens // self.block_size
+        for group in self.groups:
+            if not group.window:
+                num_blocks = len(group.pool.match_prefix(hashes.blocks[:num_blocks]))
+        return num_blocks
+
+    def _has_windows(self, hashes: HashChain, num_blocks: int, num_tokens: int) -> bool:
+        """Of the first `num_blocks` blocks those are cached that tokens behind `num_tokens` read in windowed groups."""
+        return all(
+            self._pools[idx].find(block_hash) is not None
+            for idx in self._windowed
+            for block_hash in hashes.blocks[self.groups[idx].first_block_needed(num_tokens) : num_blocks]
+        )
 
     def _register(self, idx: int, sequence: ScheduledSequence, first: int, end: int) -> None:
         pool, table = self._pools[idx], sequence.block_tables[idx]

@@ -78,6 +78,32 @@ def test_a_hit_needs_the_whole_chain_in_a_full_group_and_the_last_window_in_anot
     assert tables_with([list(full), list(windowed)]).match(chain(40), 39) == num_hit
 
 
+@pytest.mark.parametrize(
+    ("full", "windowed", "num_hit"),
+    [
+        (range(8), [], 8),  # token 40 reads from token 35 on: all of it is sent
+        (range(9), [], 8),
+        (range(9), [8], 9),  # tokens 32 to 35 are here, the others sent
+        (range(5), range(9), 5),
+        (range(3), [], 3),
+        ([], range(9), 0),
+    ],
+)
+def test_of_a_prompt_that_is_received_only_its_own_last_window_need_be_cached(
+    full: range, windowed: list[int], num_hit: int
+) -> None:
+    tables = tables_with([list(full), list(windowed)])
+    assert tables.match_received(chain(40), 40) == num_hit
+    reserved = tables.reserve(chain(40), num_hit, 40, RefKind.HELD, 0)
+    assert reserved is not None
+    assert [place for place, block in enumerate(reserved[1]) if block != NO_BLOCK] == [8, 9]
+
+
+def test_where_all_layers_have_a_window_nothing_is_found_that_is_not_cached() -> None:
+    tables = BlockTables([PoolGroup(BlockPool(64, SIZE), WINDOW)], 0.0, {}, max_chunk=8)
+    assert tables.match_received(chain(40), 40) == 0
+
+
 def test_a_hit_takes_from_the_windowed_group_what_its_last_window_covers() -> None:
     tables = tables_with([list(range(9)), list(range(9))])
     reserved = tables.reserve(chain(40), 9, 40, RefKind.USED, 0)
@@ -109,6 +135,21 @@ def test_a_received_block_that_came_in_part_is_not_found_again() -> None:
     windowed = bench.core.blocks.groups[1].pool
     hashes = bench.core.blocks.hashes_of(job("a", tokens(40))).blocks
     assert [windowed.find(block_hash) is not None for block_hash in hashes[8:]] == [False, True]
+
+
+@pytest.mark.parametrize(("end", "num_cached"), [(0, 32), (9, 40), (100, 40)])
+def test_a_decode_worker_is_sent_of_what_it_has_only_the_last_window(end: int, num_cached: int) -> None:
+    """A prompt that it was sent before, alone and as the beginning of a longer one."""
+    bench = decode.Bench(block_size=SIZE, groups=groups())
+    bench.start(job("a", tokens(40), 2))
+    bench.run_all()
+    longer = job("b", tokens(40) + tokens(end, first=900), 20)
+    bench.reserve(longer)
+    assert bench.messages("b")[-1] == Granted(longer.attempt_id, num_cached, is_local=False)
+    bench.deliver(longer)
+    bench.run_all()
+    assert bench.output("b") == expected_output(longer, 0)
+    assert bench.counts() == (0, 0)
 
 
 def test_the_index_hears_of_the_group_without_a_window() -> None:
