@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.paths import ROOT
-from tests.tools.docs_check import Shell, pages
+from tests.tools.docs_check import Outcome, Shell, pages
 from tests.tools.docs_commands import Command, How, commands_of, filled_in, rule_of
 
 PAGE = """
@@ -26,6 +26,12 @@ helm install x \\
 pdserve up --routers 2            # on ports 8000 and 8001
 KEY=1 pdserve up
 ```
+
+```
+$ pdserve top --once
+pdserve 0.1.0  a-model  ready
+  pdserve explain --last   (then: pdserve status)
+```
 """
 
 
@@ -38,6 +44,7 @@ def test_commands_are_found_whole_and_nothing_else_is() -> None:
         "helm install x \\\n--set a=b",
         "pdserve up --routers 2",
         "KEY=1 pdserve up",
+        "pdserve top --once",
     ]
 
 
@@ -57,6 +64,35 @@ def test_what_cannot_be_run_here_says_why() -> None:
 def test_placeholders_are_filled_in() -> None:
     assert filled_in(Command("p", 1, "pdserve drain WORKER")) == "pdserve drain decode-0"
     assert filled_in(Command("p", 1, "pdserve explain ID")) == "pdserve explain --last"
+
+
+def test_a_check_does_not_run_itself_nor_what_takes_an_hour() -> None:
+    rules = {text: rule_of(Command("p", 1, text)) for text in ("make docs-check", "make mutation", "pdserve top")}
+    assert [rule and rule.how for rule in rules.values()] == [How.NOT_RUN, How.LONG, How.MENTION]
+
+
+class _Noted(Shell):
+    """Starts nothing."""
+
+    def __init__(self, clone: Path) -> None:
+        super().__init__(clone, has_long=False)
+        self.started: list[str] = []
+
+    def _serve(self, command: Command) -> Outcome:
+        self._servers.append(None)  # type: ignore[arg-type]
+        return self._run(command, How.SERVE)
+
+    def _run(self, command: Command, how: How) -> Outcome:
+        self.started.append(command.text)
+        return Outcome(command, "ok")
+
+
+def test_a_server_is_there_for_commands_of_a_page_that_starts_none(tmp_path: Path) -> None:
+    shell = _Noted(tmp_path)
+    for text in ("pdserve doctor", "pdserve explain", "pdserve status", "curl http://127.0.0.1:8000/ready"):
+        shell.try_out(Command("p", 1, text))
+    assert shell.started == ["pdserve doctor", "pdserve explain --help", "pdserve up", "pdserve status",
+                             "curl http://127.0.0.1:8000/ready"]  # fmt: skip
 
 
 def test_a_command_that_fails_or_is_unknown_is_a_failure(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
     python -m tests.tools.docs_check [PAGE ...] [--long] [--keep DIR]
 
-The clone is of the last commit, with a virtual environment of its own. A server keeps running until its page is done.
+The clone is of the last commit, with a virtual environment of its own. A server keeps running until its page is done;
+where a page speaks of one that runs already, the plain `pdserve up` is started.
 Commands that need what one machine lacks are printed as "not run" with the reason; --long runs those of many minutes
 too. Exit code 1 when a command failed.
 """
@@ -18,11 +19,11 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.paths import ROOT
-from tests.tools.docs_commands import Command, How, commands_of, filled_in, rule_of
+from tests.tools.docs_commands import NEEDS_SERVER, Command, How, commands_of, filled_in, rule_of
 
 LIMIT_S = 600.0
 LONG_LIMIT_S = 5400.0
@@ -63,7 +64,15 @@ class Shell:
             return Outcome(command, f"not run: {rule.why}")
         if rule.how is How.LONG and not self._has_long:
             return Outcome(command, f"not run: {rule.why or 'takes many minutes'} (--long)")
-        return self._serve(command) if rule.how is How.SERVE else self._run(command, rule.how)
+        if rule.how is How.MENTION:
+            return self._run(replace(command, text=f"{command.text} --help"), rule.how)
+        if rule.how is How.SERVE:
+            return self._serve(command)
+        if NEEDS_SERVER.search(command.text) and not self._servers:
+            served = self._serve(replace(command, text="pdserve up"))
+            if served.is_failure:
+                return replace(served, command=command, text=f"pdserve up: {served.text}")
+        return self._run(command, rule.how)
 
     def close(self) -> None:
         """End the page's servers as Ctrl-C would."""

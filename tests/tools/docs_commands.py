@@ -1,7 +1,8 @@
 """The commands that README and docs show, and how each can be tried on one machine. Pure: no IO.
 
-A command stands in an indented or fenced block that begins with a program of PROGRAMS, after `$ ` in a transcript, or
-whole in backquotes. Continued lines, open quotes and here-documents belong to it.
+A command stands in an indented or fenced block that begins with a program of PROGRAMS, or whole in backquotes. Where a
+fence has lines with `$ `, it is a transcript, and those are its only commands. Continued lines, open quotes and
+here-documents belong to a command.
 """
 
 import re
@@ -9,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 
 PROGRAMS = (
     "make",
@@ -30,6 +32,7 @@ class How(StrEnum):
     """What becomes of a command."""
 
     RUN = "run"  # to its end, which must be a success
+    MENTION = "mention"  # spoken of, without what it needs: that there is such a command
     SERVE = "serve"  # until the page's other commands are done
     LONG = "long"  # as RUN, where long ones are asked for
     NOT_RUN = "not run"
@@ -56,6 +59,10 @@ RULES = (
     Rule(r"^(kubectl|helm (install|upgrade|uninstall|rollback|repo))\b", How.NOT_RUN, NO_CLUSTER),
     Rule(r"^(docker|export REGISTRY)\b", How.NOT_RUN, "needs Docker and a registry"),
     Rule(r"^make gpu\b", How.NOT_RUN, "needs a GPU"),
+    Rule(r"^make docs-check\b", How.NOT_RUN, "is this command"),
+    Rule(r"^make mutation\b", How.LONG),
+    Rule(r"^pdserve (drain|explain|scale|top)$", How.MENTION),
+    Rule(r"^pdserve up --model ~", How.NOT_RUN, "needs a model whose terms the reader must accept"),
     Rule(r"^make bench-peers\b|--peers\b", How.LONG, "installs other servers"),
     Rule(r"^make suites\b", How.LONG, "installs other people's suites"),
     Rule(r"^make (test|sim|explore|chaos|soak|bench|aot)\b", How.LONG),
@@ -71,6 +78,7 @@ RULES = (
     Rule(r"^git clone\b", How.NOT_RUN, "is what docs-check itself begins with"),
     Rule(r"^(make|curl|python -m|(\.venv/bin/)?pdserve)\b", How.RUN),
 )
+NEEDS_SERVER = re.compile(r"^(curl|(\.venv/bin/)?pdserve (audit|bench|drain|explain|generate|roll|scale|status|top))\b")
 # What stands for a value of the reader's.
 PLACEHOLDERS = {
     "PROMPT": "'The capital of France is'", "WORKER": "decode-0", "ID": "--last",
@@ -81,13 +89,17 @@ PLACEHOLDERS = {
 def commands_of(page: str, text: str) -> Iterator[Command]:
     """The commands of a page, in its order."""
     lines = text.splitlines()
-    is_fenced = False
+    is_fenced = is_transcript = False
     idx = 0
     while idx < len(lines):
         line = lines[idx]
         is_fence = line.startswith("```")
-        is_fenced ^= is_fence
+        if is_fence:
+            is_fenced = not is_fenced
+            is_transcript = is_fenced and _is_transcript(lines[idx + 1 :])
         shown = line.strip() if is_fenced or line.startswith("    ") else ""
+        if is_transcript:
+            shown = line if line.startswith("$ ") else " "
         shown = shown.removeprefix("$ ")
         if (not is_fence and shown.split(" ")[0] in PROGRAMS) or re.match(r"[A-Z_]+=\S+ pdserve ", shown):
             whole, used = _whole(lines[idx:])
@@ -97,6 +109,12 @@ def commands_of(page: str, text: str) -> Iterator[Command]:
         if not shown:
             yield from (Command(page, idx + 1, found) for found in _INLINE.findall(line))
         idx += 1
+
+
+def _is_transcript(lines: Sequence[str]) -> bool:
+    """Of the lines after the one that opens a fence."""
+    inside = takewhile(lambda line: not line.startswith("```"), lines)
+    return any(line.startswith("$ ") for line in inside)
 
 
 def _whole(lines: Sequence[str]) -> tuple[str, int]:
