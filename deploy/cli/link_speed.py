@@ -36,13 +36,13 @@ def _pair(transport: str) -> tuple[Any, Any]:
     from kvtransfer.links.meeting import MeetingPoint, meet
     from kvtransfer.links.rendezvous import RendezvousStore
 
-    host, prefix = "127.0.0.1", f"doctor/{secrets.token_hex(8)}"
+    host, prefix, secret = "127.0.0.1", f"doctor/{secrets.token_hex(8)}", secrets.token_bytes(16)
     store, point = (None, MeetingPoint()) if transport == "shm" else (RendezvousStore(host, _TIMEOUT_S), None)
 
     def build(end: int, meeting: Any) -> Any:
         address = (host, store.port if store is not None else 0)
         return build_link(
-            LinkPlan(transport, *address, prefix, end, host, torch.device("cpu"), _TIMEOUT_S, meeting=meeting)
+            LinkPlan(transport, *address, prefix, end, host, torch.device("cpu"), _TIMEOUT_S, secret, meeting=meeting)
         )
 
     try:

@@ -10,6 +10,7 @@ from kvtransfer.links.meeting import RING_BYTES, Meeting, MeetingPoint
 from kvtransfer.links.nccl import build_nccl_link
 from kvtransfer.links.process_group import ProcessGroupLink
 from kvtransfer.links.rendezvous import join_rendezvous
+from kvtransfer.links.sealed_store import SealedStore
 from kvtransfer.links.shm import build_shm_link
 
 # What a setting may become. In each, the first is what is wanted.
@@ -31,6 +32,7 @@ class LinkPlan:
     host: str  # where this end listens, if its transport listens
     device: torch.device
     timeout_s: float
+    secret: bytes  # what the control stream has told the two ends alone
     sender: Rank = WHOLE
     receiver: Rank = WHOLE
     meeting: Meeting | MeetingPoint | None = None
@@ -47,12 +49,17 @@ def build_link(plan: LinkPlan) -> ProcessGroupLink:
     name = f"link-{plan.prefix}"
     if plan.transport == "shm":
         return _build_shm(plan, name)
-    store = join_rendezvous(plan.store_host, plan.store_port, plan.prefix, plan.timeout_s)
     if plan.transport == "gloo":
-        return build_gloo_link(store, plan.end, plan.host, plan.timeout_s, name)
+        return build_gloo_link(_join_sealed(plan), _join_sealed(plan), plan.end, plan.host, plan.timeout_s, name)
     if plan.transport == "nccl":
+        store = join_rendezvous(plan.store_host, plan.store_port, plan.prefix, plan.timeout_s)
         return build_nccl_link(store, plan.end, plan.device, plan.timeout_s, name)
     raise ValueError(f"unknown transport {plan.transport!r}")
+
+
+def _join_sealed(plan: LinkPlan) -> SealedStore:
+    store = join_rendezvous(plan.store_host, plan.store_port, plan.prefix, plan.timeout_s)
+    return SealedStore(store, plan.prefix, plan.secret)
 
 
 def _build_shm(plan: LinkPlan, name: str) -> ProcessGroupLink:

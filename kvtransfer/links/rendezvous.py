@@ -2,12 +2,12 @@
 
 Given a host, TCPStore still listens on every interface, so it gets a socket that is bound to the one address.
 Anyone who reaches that address while a link is being made may read and write the store: it holds addresses only, under
-prefixes with a random epoch, never a secret. TCPStore keeps every connection and every key for ever, so the port takes
-newcomers only while a link is being made; those that say nothing, or more than a link takes, are hung up, and all that
-are left when none is made. Then a store that holds more than the keys of links is replaced by an empty one.
+prefixes with a random epoch, never a secret, and gloo's links believe what is sealed alone (`sealed_store`). TCPStore
+keeps every connection and every key for ever, so the port takes newcomers only while a link is being made; those that
+say nothing, or more than a link takes, are hung up, and all that are left when none is made. Then a store that holds
+more than the keys of links is replaced by an empty one.
 """
 
-import contextlib
 import socket
 import threading
 from collections.abc import Iterable
@@ -15,7 +15,14 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from kvtransfer.links.ports import Address, close_to_newcomers, connections, num_bytes_received, open_to_newcomers
+from kvtransfer.links.ports import (
+    Address,
+    close_to_newcomers,
+    connections,
+    hang_up,
+    num_bytes_received,
+    open_to_newcomers,
+)
 
 BACKLOG = 128
 # What one end of a link writes is some hundred bytes.
@@ -104,8 +111,7 @@ class RendezvousStore:
                 stale = frozenset(others)
             self._silent = frozenset(silent)
             for address in stale:
-                with contextlib.suppress(OSError):  # it has ended already
-                    found[address].shutdown(socket.SHUT_RDWR)
+                hang_up(found[address])
             if not self._num_made and not others:
                 self._clean()
         _close_all(found.values())

@@ -195,6 +195,7 @@ class ReceiverSession:
             host=self._settings.host,
             device=self._settings.cache.device,
             timeout_s=self._settings.link_timeout_s,
+            secret=self._key,
             sender=self._peer_rank,
             receiver=self._settings.rank,
             meeting=point,

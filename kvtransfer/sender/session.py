@@ -171,6 +171,7 @@ class SenderSession:
             host=settings.host,
             device=settings.cache.device,
             timeout_s=settings.link_timeout_s,
+            secret=hello.aead_key,
             sender=settings.rank,
             receiver=Rank(hello.rank, hello.world_size),
             meeting=meeting,

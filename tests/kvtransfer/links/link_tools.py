@@ -5,7 +5,9 @@ import secrets
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,10 +21,11 @@ from kvtransfer.links.rendezvous import RendezvousStore, join_rendezvous
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
+SECRET = b"what the control stream has told the two ends"
 
 
 def plan(port: int, prefix: str, rank: int, timeout_s: float = TIMEOUT_S) -> LinkPlan:
-    return LinkPlan("gloo", HOST, port, prefix, rank, HOST, torch.device("cpu"), timeout_s)
+    return LinkPlan("gloo", HOST, port, prefix, rank, HOST, torch.device("cpu"), timeout_s, SECRET)
 
 
 def build_end(
@@ -137,6 +140,34 @@ def _serve(port: int, prefix: str, rank: int, transport: str) -> None:
             link.send(torch.full((int(numbers[0]),), int(numbers[1]), dtype=torch.uint8), lambda _: None)
         else:
             link.receive(torch.empty(int(numbers[0]), dtype=torch.uint8), lambda _: None)
+
+
+_STRANGER = """
+import socket, sys
+words = [bytes.fromhex(line) for line in iter(sys.stdin.readline, "go\\n")]
+address = sys.argv[1], int(sys.argv[2])
+held = [socket.create_connection(address, timeout=60) for _ in words]
+for each, word in zip(held, words): each.sendall(word)
+print("said", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def strangers_at(host: str, port: int, words: Sequence[bytes]) -> Iterator[None]:
+    """A process that has connected once for each word, and said it; the connections end with the context.
+
+    Not in this process: what a process connects itself is the link's.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _STRANGER, host, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("".join(f"{word.hex()}\n" for word in words) + "go\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "said\n"
+        yield
+        process.stdin.close()
 
 
 def num_threads() -> int:
