@@ -10,7 +10,7 @@ import pytest
 
 from common.values.errors import InvalidRequest, NoReadyPair, PdserveError, RequestCancelled
 from common.values.ids import RequestId
-from router.core.generation import Failed, GenerationRequest
+from router.core.generation import Failed, GenerationRequest, Tokens
 from router.front.frontend import Frontend
 from router.front.in_flight import InFlight
 from router.front.merge import merged
@@ -111,6 +111,25 @@ async def test_a_stop_string_stops_only_its_choice() -> None:
     assert texts == {0: "x", 1: "abcdefgh"}
     assert service.stopped == [("r", 0)]
     assert isinstance(updates[-1], Summary) and updates[-1].num_completion_tokens == 5 + 8
+
+
+async def test_a_stop_string_inside_accepted_drafts_ends_the_choice_there() -> None:
+    """One step of a worker gave several tokens, and what comes behind the stop string among them is not told."""
+
+    def script(request: GenerationRequest) -> Script:
+        steps = [event for step in tokens([ids("abxSTOPyyy")]) for event in step.tokens]
+        return [accepted(request), Tokens(tuple(steps[:2])), Tokens(tuple(steps[2:9])), Tokens(tuple(steps[9:])),
+                always([1]).script(request)[-1]]  # fmt: skip
+
+    service = ScriptedService(script)
+    frontend = build_frontend(service)
+    request = await frontend.admit(RequestSpec(TextPrompt("x"), Stated(stop="STOP")), RequestId("r"), Tenant(""))
+    updates = [update async for _, update in frontend.answers.run(request)]
+    deltas = [delta for update in updates if isinstance(update, Deltas) for delta in update.deltas]
+    assert "".join(delta.text for delta in deltas) == "abx"
+    assert [delta.end.stop_string for delta in deltas if delta.end is not None] == ["STOP"]
+    assert service.stopped == [("r", 0)]
+    assert isinstance(updates[-1], Summary) and updates[-1].num_completion_tokens == len("abxSTOP")
 
 
 async def test_an_abort_of_a_service_that_says_so_is_an_end_too() -> None:
