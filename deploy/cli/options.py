@@ -25,6 +25,11 @@ class Quantization(StrEnum):
     INT4 = "int4"
 
 
+class Speculation(StrEnum):
+    OFF = "off"
+    NGRAM = "ngram"
+
+
 class Attention(StrEnum):
     AUTO = "auto"
     CPU = "cpu"

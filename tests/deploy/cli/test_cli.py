@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from common.values.config import ClusterConfig, ModelConfig
 from deploy.cli import main
@@ -51,6 +52,19 @@ def test_up_has_the_promised_options() -> None:
         "--local-prefill-max-tokens", "--redis-url", "--config",
     ):  # fmt: skip
         assert option in text
+
+
+def test_speculation_is_turned_on_by_a_flag_of_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[ClusterConfig] = []
+
+    def run_up(config: ClusterConfig, *, as_json: bool) -> int:
+        started.append(config)
+        return 0
+
+    monkeypatch.setattr("deploy.cli.commands.run_up", run_up)
+    for arguments in ([], ["--speculation", "ngram"]):
+        assert CliRunner().invoke(main.app, ["up", *arguments]).exit_code == 0
+    assert [config.decode_worker.speculation for config in started] == ["off", "ngram"]
 
 
 def test_commands_are_listed() -> None:
