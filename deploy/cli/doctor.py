@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Literal
 
 from common.values.addresses import join_address
@@ -60,7 +61,7 @@ def checks_for(purpose: str) -> list[Callable[[ClusterConfig], Finding]]:
     """Which checks matter to a router, a worker, or a whole cluster on this machine (`up`)."""
     anywhere: list[Callable[[ClusterConfig], Finding]] = [python, files, processes, disk, cache, model, redis]
     router = [router_certificates, http_port, grpc_port]
-    worker = [worker_certificates, torch, operators, gpu, nccl, gloo, link]
+    worker = [worker_certificates, torch, operators, gpu, kernels, nccl, gloo, link]
     cluster = [*router, *worker, all_ranks, shared_memory, ray]
     chosen = {"router": router, "worker": [*worker, ranks], "up": cluster}
     return [*anywhere, *chosen[purpose]]
@@ -262,6 +263,24 @@ def gpu(config: ClusterConfig) -> Finding:
         fix = "install a torch built for your driver's CUDA (nvidia-smi shows it), and check CUDA_VISIBLE_DEVICES"
         return Finding("gpu", "failed", f"there is one, and torch {torch.__version__} does not see it", fix)
     return Finding("gpu", "ok", "none: workers compute on the CPU")
+
+
+def kernels(config: ClusterConfig) -> Finding:
+    """What Triton needs beside a GPU: a C compiler, and a directory from which a library may be loaded."""
+    from deploy.worker.env import has_gpu
+
+    if not has_gpu():
+        return Finding("kernels", "ok", "none are compiled without a GPU")
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton")
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if not any(map(shutil.which, ("gcc", "clang", "cc"))):
+        return Finding(
+            "kernels", "failed", "no C compiler on PATH", "apt-get install gcc: Triton compiles what launches"
+        )
+    if not os.access(there, os.W_OK | os.X_OK) or os.statvfs(there).f_flag & os.ST_NOEXEC:
+        fix = "mount it writable and with exec, or name another directory in $TRITON_CACHE_DIR"
+        return Finding("kernels", "failed", f"{folder} cannot be written, or is mounted noexec", fix)
+    return Finding("kernels", "ok", f"compiled kernels go to {folder}")
 
 
 def nccl(config: ClusterConfig) -> Finding:

@@ -1,6 +1,7 @@
 """Each check says what is wrong and how to put it right; what is fine needs no words."""
 
 import json
+import os
 import resource
 import shutil
 import socket
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import grpc
@@ -178,6 +180,26 @@ def test_ranks_need_a_processor_and_memory_each(
     finding = doctor.all_ranks(config)
     assert (finding.status, said in finding.found) == (status, True), finding
     assert bool(finding.fix) == (status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "compiler", "flags", "status"),
+    [
+        (False, None, os.ST_NOEXEC, "ok"),
+        (True, "/usr/bin/gcc", 0, "ok"),
+        (True, None, 0, "failed"),
+        (True, "/usr/bin/gcc", os.ST_NOEXEC, "failed"),
+    ],
+)
+def test_beside_a_gpu_kernels_need_a_compiler_and_a_directory_to_be_loaded_from(
+    has_gpu: bool, compiler: str | None, flags: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.worker.env.has_gpu", lambda: has_gpu)
+    monkeypatch.setattr(shutil, "which", lambda name: compiler if name == "gcc" else None)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=flags))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "not-there-yet"))
+    finding = doctor.kernels(CONFIG)
+    assert (finding.status, bool(finding.fix)) == (status, status != "ok"), finding
 
 
 def test_nccl_that_is_wanted_and_not_there_fails() -> None:
