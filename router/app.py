@@ -21,6 +21,7 @@ from typing import Any
 import uvloop
 
 from common.checkpoint import open_checkpoint
+from common.cluster.adapters import AdapterStore
 from common.cluster.pools import PoolStore
 from common.cluster.prefix_index.mirror import PrefixIndexMirror
 from common.cluster.redis_check import say_redis
@@ -41,11 +42,13 @@ from router.front.http.server import build_app
 from router.front.ports import bind
 from router.front.service_protocol import JsonObject
 from router.front.tls import grpc_credentials, http_context
+from router.request.adapters import ServedAdapters
 from router.request.dialect import Dialect
 from router.request.served_model import ServedModel
 from router.request.validation import Validator
 from router.router_registry import RouterRegistry, own_report
 from router.service import RouterService
+from router.shared_adapters import SharedAdapters
 from router.tenants.key_watch import keys_in_force
 from router.text.tokenizer import PromptTokenizer
 
@@ -112,14 +115,16 @@ async def serve(
         listener = bind(config.host, config.http_port, "--http-port")
         stack.callback(listener.close)
         await say_redis(config.redis_url, config.namespace)
-        model, tokenizer = _open_model(config)
+        model, tokenizer, adapters = _open_model(config)
         metrics = _metrics(config, model)
         on_end = await stack.enter_async_context(_traces(config, model, metrics))
         index = await stack.enter_async_context(_index(config, metrics))
         service = await stack.enter_async_context(_service(config, index, metrics, on_end))
         access = await stack.enter_async_context(keys_in_force(config, metrics))
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        validator = Validator(model, config.default_deadline_s, random.Random(), encode, config.default_max_tokens)
+        validator = Validator(
+            model, config.default_deadline_s, random.Random(), encode, config.default_max_tokens, adapters
+        )
         frontend = Frontend(service, tokenizer, model, validator, metrics)
         credentials = grpc_credentials(config.cert_file, config.key_file)
         grpc_address = join_address(config.host, config.grpc_port)
@@ -129,6 +134,7 @@ async def serve(
         stack.push_async_callback(grpc_server.stop, _SERVER_GRACE_S)
         ports = RouterPorts(listener.getsockname()[1], grpc_server.port)
         roll = await stack.enter_async_context(_registered(config, frontend, ports))
+        shared = await stack.enter_async_context(_shared_adapters(config, adapters))
         hooks = AdminHooks(
             metrics.exposition,
             _version(),
@@ -138,6 +144,8 @@ async def serve(
             roll.loading,
             config.router_id,
             index.stats,
+            shared.load,
+            shared.unload,
         )
         settings = HttpSettings(max_body_bytes, config.sse_keep_alive_s, config.allowed_origins)
         tls = http_context(config.cert_file, config.key_file)
@@ -270,11 +278,26 @@ async def _registered(config: RouterConfig, frontend: Frontend, ports: RouterPor
         await loading.aclose()
 
 
-def _open_model(config: RouterConfig) -> tuple[ServedModel, PromptTokenizer]:
+@asynccontextmanager
+async def _shared_adapters(config: RouterConfig, adapters: ServedAdapters) -> AsyncIterator[SharedAdapters]:
+    """Follows what the cluster's routers are told while it is open."""
+    store = AdapterStore(config.redis_url, config.namespace)
+    shared = SharedAdapters(store, adapters)
+    following = asyncio.create_task(shared.run(), name="adapters")
+    try:
+        yield shared
+    finally:
+        shared.stop()
+        await asyncio.gather(following, return_exceptions=True)
+        await store.close()
+
+
+def _open_model(config: RouterConfig) -> tuple[ServedModel, PromptTokenizer, ServedAdapters]:
     checkpoint = open_checkpoint(Path(config.model.path))
     dialect = Dialect.of(checkpoint.chat_template, config.tool_parser, config.reasoning_parser)
     model = ServedModel.of(checkpoint, config.model, int(time.time()), dialect)
-    return model, PromptTokenizer.of(checkpoint)
+    adapters = ServedAdapters.of(config.lora, checkpoint.config, model.name)
+    return model, PromptTokenizer.of(checkpoint), adapters
 
 
 def _metrics(config: RouterConfig, model: ServedModel) -> Metrics:

@@ -165,6 +165,8 @@ class RouterService:
             return stream
         self._streams[request.request_id] = stream
         self._request_metrics.submitted(request, self._clock())
+        if request.adapter:
+            self._metrics.inc("pdserve_adapter_requests", adapter=request.adapter_name)
         self._post(RequestSubmitted(request, _random_first_attempt()))
         return stream
 

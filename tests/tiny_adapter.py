@@ -1,6 +1,7 @@
 """Writes a LoRA adapter for a model, as PEFT saves one, and the same model with it merged into the weights.
 
-`python -m tests.tiny_adapter MODEL DIRECTORY [SEED]` writes one with random numbers, to try adapters with.
+`python -m tests.tiny_adapter DIRECTORY [MODEL]` writes one of random numbers, to try adapters with; for the demo model
+unless another is named.
 """
 
 import json
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.checkpoint import open_checkpoint
+from common.checkpoint.demo_model import fetch_demo_model
 from common.checkpoint.families import FUSED_PARTS, family_of, layers_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -95,4 +97,5 @@ def write_merged(path: Path, model: Path, adapter: Path) -> Path:
 
 
 if __name__ == "__main__":
-    write_adapter(Path(sys.argv[2]), Path(sys.argv[1]), TinyAdapter(seed=int((sys.argv[3:] or ["0"])[0])))
+    model = Path(sys.argv[2]) if len(sys.argv) > 2 else fetch_demo_model(print)
+    print(write_adapter(Path(sys.argv[1]), model))

@@ -95,6 +95,7 @@ class WorkerSettings(BaseModel):
         "off", description="a decode worker guesses tokens by what stood behind the same words, where that is faster"
     )
     max_draft_tokens: int = Field(15, ge=1, le=32, description="guesses per sequence and step")
+    max_loras: int = Field(4, ge=1, description="LoRA adapters in a worker's memory; the one not used for longest goes")
     num_threads: int = Field(0, ge=0, description="compute threads, of all ranks together; 0 = torch's choice")
     cpus: str = Field(
         "",
@@ -161,6 +162,10 @@ class RouterSettings(BaseModel):
         ge=0,
         description="tokens of a chat's answer where neither request nor model says; 0 = what the context holds",
     )
+    lora: tuple[Annotated[str, Field(pattern=r"^[^=,\s]+=[^,]+$")], ...] = Field(
+        (),
+        description='LoRA adapters served as models, as "NAME=DIRECTORY,NAME=DIRECTORY"; workers read them there too',
+    )
     tool_parser: ToolParser = Field("auto", description="how the model writes calls; auto = by its chat template")
     reasoning_parser: ReasoningParser = Field("auto", description="how it writes thoughts; auto = by its chat template")
     max_retries: int = Field(3, ge=0, description="replacements of a lost worker per request")
@@ -187,11 +192,11 @@ class RouterSettings(BaseModel):
     cert_file: str = Field("", description="PEM certificate that clients of both APIs see; empty = no TLS")
     key_file: str = Field("", description="its private key, PEM")
 
-    @field_validator("allowed_origins", mode="before")
+    @field_validator("allowed_origins", "lora", mode="before")
     @classmethod
-    def _split(cls, origins: object) -> object:
+    def _split(cls, value: object) -> object:
         """The environment and flags have text only."""
-        return [each.strip() for each in origins.split(",") if each.strip()] if isinstance(origins, str) else origins
+        return [each.strip() for each in value.split(",") if each.strip()] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _has_certificate_and_key(self) -> "RouterSettings":

@@ -103,6 +103,9 @@ class Adapter:
         return bool(self.digest)
 
 
+NO_ADAPTER = Adapter()
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What one worker needs to know of an attempt.
@@ -126,7 +129,7 @@ class Work:
     deadline_s: float = 600.0
     tenant: str = ""
     num_prompt_logprobs: int | None = None
-    adapter: Adapter = Adapter()
+    adapter: Adapter = NO_ADAPTER
 
     @property
     def num_sequences(self) -> int:

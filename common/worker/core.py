@@ -133,6 +133,14 @@ class WorkerCore(Generic[RequestT]):
         """To read."""
         return self.role.state.scheduler.blocks
 
+    @property
+    def adapters_in_use(self) -> set[str]:
+        """Digests of the adapters that live work wants, or that the running step computes with; "" for none."""
+        state = self.role.state
+        sequences = (*state.scheduler.in_step, *state.scheduler.waiting, *state.scheduler.running)
+        works = [*(request.work for request in state.requests), *(sequence.work for sequence in sequences)]
+        return {work.adapter.digest for work in works}
+
     def handle(self, event: Any, now_s: float) -> list[Any]:
         state, role = self.role.state, self.role
         state.history.note(_subject(event), f"{now_s:.3f} {type(event).__name__}")

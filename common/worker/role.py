@@ -18,6 +18,7 @@ from common.engine.executor.processors import processors
 from common.values.errors import PdserveError
 from common.values.ids import BlockHash, RouterId
 from common.values.messages import Cancel, Drain, Prefill, Reserve, WorkerInfo, WorkerStats
+from common.worker.adapters import AdapterDoor
 from common.worker.audit import Audit, audit
 from common.worker.core import WorkerCore
 from common.worker.events import (
@@ -64,6 +65,14 @@ class RoleShell:
         self._core = core
         self._plan = StepPlan(0, ())  # the one that runs
         self._loop: CoreLoop[Any, Any] = CoreLoop(core, self._perform)
+        self._adapters = AdapterDoor(
+            context.loaded.adapters,
+            context.config.max_loras if context.config.tensor_parallel_size == 1 else 0,
+            lambda: core.adapters_in_use,
+            lambda router_id, message: self._loop.post(MessageReceived(router_id, message)),
+            lambda router_id, refused: context.streams.send(router_id, refused),
+            context.metrics,
+        )
         self._sessions = open_sessions(self._loop.post)
         cpus = processors(context.config.cpus)
         self._executor: Executor = LocalExecutor(context.loaded.runner, self._on_executor_event, cpus)
@@ -79,9 +88,10 @@ class RoleShell:
         if isinstance(message, Drain):
             self.drain(message.grace_s)
         else:
-            self._loop.post(MessageReceived(router_id, message))
+            self._adapters.on_message(router_id, message)
 
     def on_router_lost(self, router_id: RouterId) -> None:
+        self._adapters.on_router_lost(router_id)
         self._loop.post(RouterLost(router_id))
 
     def drain(self, grace_s: float) -> None:
@@ -98,6 +108,7 @@ class RoleShell:
         return self._core.blocks.cached_hashes()
 
     async def close(self) -> None:
+        self._adapters.close()
         self._loop.close()
         await self._sessions.close()
         self._executor.close()

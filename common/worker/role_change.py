@@ -16,7 +16,7 @@ MAY_DIFFER = frozenset(
         *("role", "worker_id", "port"),
         *("block_size", "num_blocks", "kv_cache_bytes", "gpu_memory_utilization"),
         *("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "gap_budget_s", "max_step_s", "lease_s"),
-        *("speculation", "max_draft_tokens"),
+        *("speculation", "max_draft_tokens", "max_loras"),
         *(
             "transport",
             "digest",

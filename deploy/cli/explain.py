@@ -42,6 +42,8 @@ def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"beam search: {record['num_beams']} beams, the best {record['num_choices']} were returned"
     if record["num_returned"] < record["num_choices"]:
         yield f"choices: {record['num_choices']}, the best {record['num_returned']} by mean logprob were returned"
+    if record["adapter"]:
+        yield f"adapter: {record['adapter']}"
     if record["num_drafts"]:
         yield f"speculation: {record['num_accepted_drafts']} of {record['num_drafts']} drafted tokens accepted"
     yield ""

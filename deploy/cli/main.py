@@ -22,6 +22,7 @@ from deploy.cli.options import (
     Insecure,
     KVCacheDtype,
     LocalPrefill,
+    Lora,
     Model,
     OwnRedisUrl,
     Purpose,
@@ -71,6 +72,7 @@ def prepare(
 @app.command()
 def up(
     model: Model = None,
+    lora: Lora = None,
     prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers (1).")] = None,
     decode: Annotated[int | None, typer.Option(min=0, help="Decode workers (1).")] = None,
     routers: Annotated[int | None, typer.Option(min=1, help="Routers, on ports that follow each other (1).")] = None,
@@ -99,6 +101,7 @@ def up(
 
     flags: dict[str, object] = {
         "model.path": model,
+        "router.lora": tuple(lora) if lora else None,
         "pools.prefill": prefill,
         "pools.decode": decode,
         "pools.routers": routers,

@@ -51,6 +51,10 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file of settings; pdserve config show names them.")
 ]
 Model = Annotated[str | None, typer.Option(help="Hugging Face directory or GGUF file; default: the demo model.")]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=DIR", help="A LoRA adapter, served as a model of that name; may be repeated."),
+]
 RedisUrl = Annotated[str | None, typer.Option(help="Redis of the cluster.", show_default=False)]
 OwnRedisUrl = Annotated[str | None, typer.Option(help="Redis to use; default: one of our own.", show_default=False)]
 Wait = Annotated[bool, typer.Option("--wait", help="Until the pools have their sizes again.")]

@@ -11,6 +11,7 @@ from deploy.cli.options import (
     HttpPort,
     Insecure,
     LocalPrefill,
+    Lora,
     Model,
     RedisUrl,
     Role,
@@ -21,6 +22,7 @@ from deploy.cli.options import (
 
 def router(
     model: Model = None,
+    lora: Lora = None,
     http_port: HttpPort = None,
     grpc_port: GrpcPort = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
@@ -40,6 +42,7 @@ def router(
 
     flags = {
         "model.path": model,
+        "router.lora": tuple(lora) if lora else None,
         "router.host": host,
         "router.http_port": http_port,
         "router.grpc_port": grpc_port,

@@ -140,6 +140,7 @@ class LookupPrefix:
     key: PrefixKey
     token_ids: tuple[int, ...]
     cache_salt: bytes
+    adapter: str  # its digest
     workers: tuple[WorkerRef, ...]
 
 

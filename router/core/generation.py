@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from common.values.errors import PdserveError
 from common.values.ids import RequestId
-from common.values.request import PromptLogprobs, SamplingParams, TokenEvent
+from common.values.request import NO_ADAPTER, Adapter, PromptLogprobs, SamplingParams, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class GenerationRequest:
     tenant: str = ""  # waiting work is shared out fairly between tenants; an opaque word
     trace_parent: str = ""  # W3C traceparent, as the client sent it
     num_prompt_logprobs: int | None = None
+    adapter: Adapter = NO_ADAPTER
+    adapter_name: str = ""  # as the client knows it
     has_output: bool = True
 
     @property

@@ -70,6 +70,7 @@ def _made(request: Request, now_s: float, last: Finished | Failed | None) -> Rec
         "num_drafts": request.num_drafts,
         "num_accepted_drafts": request.num_accepted_drafts,
         "num_retries": request.num_retries,
+        "adapter": request.spec.adapter_name,
         "trace_parent": request.spec.trace_parent,
         "finish_reasons": [choice.finish_reason or "" for choice in request.choices],
         "attempts": [_attempt(attempt, request) for attempt in attempts],

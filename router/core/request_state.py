@@ -245,6 +245,7 @@ class Request:
             deadline_s=max(0.0, self.deadline_s - now_s),
             tenant=self.spec.tenant,
             num_prompt_logprobs=self.spec.num_prompt_logprobs if self.is_scoring else None,
+            adapter=self.spec.adapter,
         )
 
     def dispatched(self, attempt: RouterAttempt, now_s: float) -> None:

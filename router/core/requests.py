@@ -113,9 +113,9 @@ class Requests:
             return
         attempt.lookups = set(groups)
         self.timers.set(attempt.attempt_id, self.now_s + self.limits.lookup_timeout_s)
-        salt = request.spec.cache_salt
+        salt, adapter = request.spec.cache_salt, request.spec.adapter.digest
         for key, workers in groups.items():
-            self.emit(LookupPrefix(attempt.attempt_id, key, attempt.token_ids, salt, workers))
+            self.emit(LookupPrefix(attempt.attempt_id, key, attempt.token_ids, salt, adapter, workers))
 
     # ---- moves --------------------------------------------------------------------------------------
 

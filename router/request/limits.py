@@ -73,3 +73,7 @@ MAX_DRAIN_GRACE_S = 3600.0
 # Longer texts, and more ids, are tokenized or detokenized off the event loop (measured: 0.12 ms per 1,000 characters;
 # the way to another thread and back costs about 0.1 ms).
 MAX_INLINE_TOKENIZE_LENGTH = 4_000
+
+# LoRA adapters that are named, and of those how many an error about a wrong name lists.
+MAX_ADAPTERS = 1024
+MAX_NAMES_SHOWN = 20

@@ -33,9 +33,10 @@ from typing import Any
 
 from common.values.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from common.values.ids import RequestId
-from common.values.request import SamplingParams
+from common.values.request import NO_ADAPTER, SamplingParams
 from router.core.generation import GenerationRequest
 from router.request import beams, limits
+from router.request.adapters import ServedAdapter, ServedAdapters
 from router.request.served_model import ServedModel
 from router.request.spec import RANGES, ChatPrompt, Range, RequestSpec, TextPrompt
 from router.tenants.tenants import Tenant
@@ -74,6 +75,7 @@ class Validator:
         seeds: random.Random,
         encode: Encode,
         default_max_tokens: int = 0,
+        adapters: ServedAdapters | None = None,
     ) -> None:
         """`encode` gives the tokens of a text by itself; `default_max_tokens` of a chat, 0 = what the context holds."""
         self._model = model
@@ -81,12 +83,19 @@ class Validator:
         self._encode = encode
         self._default_deadline_s = default_deadline_s
         self._seeds = seeds
+        self.adapters = adapters or ServedAdapters()
 
-    def check_model(self, name: str) -> None:
-        """An empty name means the only model."""
-        if name and name != self._model.name:
-            text = f"model {name[:128]!r} is not served here; {self._model.name!r} is"
+    def check_model(self, name: str) -> ServedAdapter | None:
+        """The adapter of that name. An empty name means the model itself."""
+        if not name or name == self._model.name:
+            return None
+        served = self.adapters.get(name)
+        if served is None:
+            names = [self._model.name, *(each.name for each in self.adapters.all[: limits.MAX_NAMES_SHOWN])]
+            verb = "is" if len(names) == 1 else "are"
+            text = f"model {name[:128]!r} is not served here; {', '.join(map(repr, names))} {verb}"
             raise ModelNotFound(text, param="model")
+        return served
 
     def validate(
         self, spec: RequestSpec, token_ids: Sequence[int], request_id: RequestId, tenant: Tenant, grammar: str = ""
@@ -97,6 +106,7 @@ class Validator:
         sampling = check.sampling(len(token_ids), self._seeds, grammar)
         num_choices, num_best = check.choices()
         stated, pins = spec.stated, spec.pins
+        served = self.check_model(stated.model or "")
         generation = GenerationRequest(
             request_id=request_id,
             token_ids=tuple(token_ids),
@@ -112,6 +122,8 @@ class Validator:
             force_colocated=pins.force_colocated,
             num_prompt_logprobs=check.num_prompt_logprobs(),
             has_output=spec.max_tokens != 0,
+            adapter=NO_ADAPTER if served is None else served.adapter,
+            adapter_name="" if served is None else served.name,
         )
         echo_text = spec.prompt.text if isinstance(spec.prompt, TextPrompt) else ""
         return ValidRequest(generation, check.text_options(), tenant, echo_text if spec.echo else None)

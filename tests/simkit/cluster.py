@@ -280,7 +280,7 @@ class SimCluster:
                 self._deliver(request_id, event)
 
     def _look_up(self, router: Node, lookup: LookupPrefix) -> None:
-        root = hash_root(dict(lookup.key.fingerprint.fields), lookup.key.block_size, lookup.cache_salt)
+        root = hash_root(dict(lookup.key.fingerprint.fields), lookup.key.block_size, lookup.cache_salt, lookup.adapter)
         hashes = block_hashes(lookup.token_ids, lookup.key.block_size, root)
         found = self.redis.known_prefix(hashes, lookup.workers)
         router.post(PrefixFound(lookup.attempt_id, lookup.key, tuple(found)))

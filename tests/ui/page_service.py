@@ -81,7 +81,7 @@ def record(request_id: str, status: str = "finished", **fields: object) -> dict[
         "request_id": request_id, "status": status, "error": "", "message": "", "age_s": 1.0,
         "num_choices": 5, "num_returned": 2, "num_beams": 6,
         "num_prompt_tokens": 2012, "num_completion_tokens": 64, "num_cached_tokens": 512, "num_retries": 1,
-        "num_drafts": 40, "num_accepted_drafts": 31,
+        "adapter": "legal-v2", "num_drafts": 40, "num_accepted_drafts": 31,
         "finish_reasons": ["stop"], "timings": TIMINGS,
         "attempts": [
             {**attempt, "end_reason": "decode-1 lost: silent for 4 s"},

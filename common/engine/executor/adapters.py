@@ -13,18 +13,29 @@ from common.values.request import Adapter
 
 
 class Adapters:
-    """By digest. `add` and `discard` come from one thread, `of_step` from the compute thread: what a step may still
-    want is not discarded."""
+    """By digest. `add`, `use` and `discard` come from one thread, `of_step` from the compute thread: what a step may
+    still want is not discarded."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, place: torch.device | str) -> None:
         self._spec = spec
         self._dtype = dtype
         self._place = place
         self._loaded: dict[str, LoadedAdapter] = {}
+        self._order: dict[str, None] = {}
         self._last: tuple[tuple[LoadedAdapter, ...], AdapterSet] | None = None
 
-    def __contains__(self, digest: str) -> bool:
-        return digest in self._loaded
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Those in memory, the one that was used longest ago first."""
+        return tuple(self._order)
+
+    def use(self, digest: str) -> bool:
+        """Whether it is in memory; it counts as used now."""
+        if digest not in self._order:
+            return False
+        del self._order[digest]
+        self._order[digest] = None
+        return True
 
     def load(self, adapter: Adapter) -> LoadedAdapter:
         """Read it from its files, in any thread. Raises CheckpointError; also where they are not what was meant."""
@@ -38,9 +49,10 @@ class Adapters:
 
     def add(self, digest: str, adapter: LoadedAdapter) -> None:
         self._loaded[digest] = adapter
+        self._order[digest] = None
 
     def discard(self, digest: str) -> None:
-        self._loaded.pop(digest, None)
+        del self._order[digest], self._loaded[digest]
 
     def of_step(self, sequences: Sequence[ScheduledSequence]) -> RowAdapters | None:
         """For the new tokens of the sequences, one after another; None = no sequence has an adapter."""

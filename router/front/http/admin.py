@@ -21,6 +21,7 @@ from router.front.openai.requests import DetokenizeBody, TokenizeBody
 from router.front.openai.responses import ModelCard, ModelList, TokenizeAnswer
 from router.front.openai.tools import checked_tools
 from router.request import limits
+from router.request.adapters import ServedAdapter
 from router.request.spec import Prompt, TextPrompt
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -55,6 +56,7 @@ class AdminHooks:
     `scale_pools(sizes)` sets the desired size of one or both pools, where it can. `pool_status()` is what the pool
     controller last said, None when there is none. `routers()` is every router of the cluster, this one too,
     `loading()` every worker that is not ready yet, `index_stats` what each worker has in the prefix index.
+    `load_adapter(name, path)` and `unload_adapter(name)` change what all routers serve.
     """
 
     exposition: Callable[[], bytes]
@@ -65,6 +67,8 @@ class AdminHooks:
     loading: Loading = tuple
     router_id: str = ""
     index_stats: IndexStats = lambda workers: None
+    load_adapter: Callable[[str, str], Awaitable[ServedAdapter]] | None = None
+    unload_adapter: Callable[[str], Awaitable[None]] | None = None
 
 
 class AdminEndpoints:
@@ -98,11 +102,12 @@ class AdminEndpoints:
         return Response(self._hooks.exposition(), media_type=_PROMETHEUS)
 
     async def models(self, request: Request) -> Response:
-        return json_response(ModelList([self._model_card()]))
+        adapters = self._frontend.validator.adapters.all
+        return json_response(ModelList([self._model_card(), *map(self._adapter_card, adapters)]))
 
     async def model(self, request: Request) -> Response:
-        self._frontend.validator.check_model(request.path_params["model"])
-        return json_response(self._model_card())
+        served = self._frontend.validator.check_model(request.path_params["model"])
+        return json_response(self._model_card() if served is None else self._adapter_card(served))
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, _TOKENIZE)
@@ -192,6 +197,10 @@ class AdminEndpoints:
             model.dialect.tools or None,
             model.dialect.reasoning or None,
         )
+
+    def _adapter_card(self, served: ServedAdapter) -> ModelCard:
+        base, name = self._model_card(), served.name
+        return msgspec.structs.replace(base, id=name, created=served.created_s, root=name, parent=base.id)
 
     async def _body(self, request: Request, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
         return parse_body(await read_json(request, self._max_body_bytes), decoder)

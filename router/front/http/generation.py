@@ -83,7 +83,8 @@ class GenerationEndpoints:
             for spec, prompt_id in zip(specs, ids, strict=True)
         ]
         prompts = [await self._prompt_of(spec, valid) for spec, valid in zip(specs, requests, strict=True)]
-        job = Job(answer_id, self._frontend.model.name, int(time.time()), renderer, body, requests, prompts, tenant)
+        name = requests[0].generation.adapter_name or self._frontend.model.name
+        job = Job(answer_id, name, int(time.time()), renderer, body, requests, prompts, tenant)
         request_id = request_id_of(request)
         if body.stream:
             return EventStream(

@@ -78,7 +78,11 @@ class ResponseEndpoint:
         trace_parent = request.headers.get(TRACE_PARENT_HEADER, "")
         valid = await self._frontend.admit(spec, RequestId(f"resp_{suffix}"), tenant, trace_parent)
         answer = begun_answer(
-            body, valid.generation.request_id, int(time.time()), self._frontend.model.name, valid.generation.sampling
+            body,
+            valid.generation.request_id,
+            int(time.time()),
+            valid.generation.adapter_name or self._frontend.model.name,
+            valid.generation.sampling,
         )
         job = _Job(valid, answer, ItemWriter(suffix, num_top_logprobs(body), self._frontend.token_texts))
         if body.stream:

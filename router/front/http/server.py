@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.front.frontend import Frontend
+from router.front.http.adapters import AdapterEndpoints
 from router.front.http.admin import AdminEndpoints, AdminHooks
 from router.front.http.events import StateFeed
 from router.front.http.gate import HttpGate
@@ -44,6 +45,7 @@ def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks, acc
     gate = HttpGate(access)
     generation, responses = GenerationEndpoints(frontend, settings), ResponseEndpoint(frontend, settings)
     admin = AdminEndpoints(frontend, hooks, settings.max_body_bytes, gate)
+    adapters = AdapterEndpoints(frontend, hooks, settings.max_body_bytes)
     app = FastAPI(
         docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, telemetry=_NO_FRAMEWORK_TELEMETRY
     )
@@ -52,7 +54,7 @@ def build_app(frontend: Frontend, settings: HttpSettings, hooks: AdminHooks, acc
         _admin_routes(admin, StateFeed(frontend, hooks)),
     )
     page_routes = _page_routes(PageEndpoints(), DescriptionEndpoints(hooks.version))
-    routes = [*generation_routes, *_probe_routes(admin), *page_routes, *admin_routes]
+    routes = [*generation_routes, *_probe_routes(admin), *page_routes, *admin_routes, *_adapter_routes(adapters)]
 
     def answer(endpoint: Endpoint, need: Need) -> Endpoint:
         return guarded(gate.protected(endpoint, need), frontend.note_refusal)
@@ -144,6 +146,14 @@ def _admin_routes(admin: AdminEndpoints, feed: StateFeed) -> list[_Route]:
         ("/admin/v1/workers/{worker_id}/drain", admin.drain, Need.ADMIN, ("POST",)),
         ("/admin/v1/pools", admin.scale_both, Need.ADMIN, ("POST",)),
         ("/admin/v1/pools/{role}", admin.scale, Need.ADMIN, ("POST",)),
+    ]
+
+
+def _adapter_routes(adapters: AdapterEndpoints) -> list[_Route]:
+    return [
+        ("/admin/v1/adapters", adapters.all, Need.ADMIN, ("GET",)),
+        ("/admin/v1/adapters", adapters.load, Need.ADMIN, ("POST",)),
+        ("/admin/v1/adapters/{name:path}", adapters.unload, Need.ADMIN, ("DELETE",)),
     ]
 
 

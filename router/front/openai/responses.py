@@ -203,7 +203,7 @@ class ModelCard(msgspec.Struct):
     reasoning_parser: str | None
     object: str = "model"
     owned_by: str = "pdserve"
-    parent: None = None
+    parent: str | None = None
 
 
 class ModelList(msgspec.Struct):

@@ -33,7 +33,8 @@ def test_names_and_aliases_are_unique() -> None:
 def test_labels_are_bounded() -> None:
     """1. No label may carry a value that a client chooses."""
     allowed = {"state", "status", "error_type", "finished_reason", "phase", "reason", "op", "worker_role", "version"}
-    allowed |= {"to_role", "transport"}
+    allowed |= {"to_role", "transport", "outcome"}
+    allowed.add("adapter")  # which operators name, no more than `limits.MAX_ADAPTERS`
     assert {label for spec in METRICS for label in spec.labels} <= allowed
 
 

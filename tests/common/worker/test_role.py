@@ -48,7 +48,7 @@ class NoSessions:
 
 def new_shell(runner: Runner, core: EagerCore) -> RoleShell:
     metrics = SimpleNamespace(observe=lambda *_: None)
-    loaded = SimpleNamespace(runner=runner)
+    loaded = SimpleNamespace(runner=runner, adapters=None)
     config = WorkerConfig(role="prefill", worker_id="prefill-0", model=ModelConfig(path="none"))
     around: Any = SimpleNamespace(loaded=loaded, config=config, metrics=metrics)
     return RoleShell(around, core, lambda post: NoSessions())  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ def test_explain_shows_outcome_time_route_and_attempts(page: Served, capsys: pyt
     assert "prompt 2012 tokens (512 cached), answer 64, retries 1" in text
     assert "beam search: 6 beams, the best 5 were returned" in text
     assert "choices: 5, the best 2 by mean logprob were returned" in text
+    assert "adapter: legal-v2" in text
     assert "speculation: 31 of 40 drafted tokens accepted" in text
     assert "prefill step 2: 512 tokens, 124.0 ms to 224.0 ms" in text
     assert "KV of 12 chunks in place from 60.0 ms" in text

@@ -136,6 +136,7 @@ function summary(record) {
   ];
   if (record.num_beams) parts.push(`best ${count(record.num_choices)} of ${count(record.num_beams)} beams`);
   if (record.num_returned < record.num_choices) parts.push(`best ${count(record.num_returned)} of ${count(record.num_choices)} choices`);
+  if (record.adapter) parts.push(`adapter ${record.adapter}`);
   if (record.num_drafts) parts.push(`${count(record.num_accepted_drafts)} of ${count(record.num_drafts)} drafts accepted`);
   const reasons = finish_reasons.filter(Boolean);
   if (reasons.length) parts.push(`ended by ${[...new Set(reasons)].join(", ")}`);

@@ -1,0 +1,70 @@
+"""Adapters that are loaded and unloaded while the routers of a cluster serve: what one is told, all do.
+
+Workers need not be told: work names its adapter, and they read it when it first comes.
+"""
+
+import asyncio
+
+from common.cluster.adapters import AdapterRecord, AdapterStore
+from common.cluster.redis import wait_for_event
+from common.values.request import Adapter
+from router.request.adapters import ServedAdapter, ServedAdapters
+
+INTERVAL_S = 1.0
+
+
+class SharedAdapters:
+    """`run` it while the router serves. All in one event loop."""
+
+    def __init__(self, store: AdapterStore, adapters: ServedAdapters) -> None:
+        self._store = store
+        self._adapters = adapters
+        self._num_changes = 0
+        self._is_closing = asyncio.Event()
+
+    async def load(self, name: str, path: str) -> ServedAdapter:
+        """Serve an adapter, here at once and everywhere within a second or so. Raises InvalidRequest."""
+        served = await asyncio.to_thread(self._adapters.read, name, path)
+        self._adapters.add(served)
+        self._num_changes += 1
+        adapter = served.adapter
+        try:
+            await self._store.put(name, AdapterRecord(adapter.digest, adapter.path, served.created_s))
+        except BaseException:
+            self._adapters.remove(name)
+            raise
+        self._num_changes += 1
+        return served
+
+    async def unload(self, name: str) -> None:
+        """Take no more requests for it; those in flight go on. Raises InvalidRequest."""
+        served = self._adapters.get(name)
+        self._adapters.remove(name)
+        self._num_changes += 1
+        try:
+            await self._store.remove(name)
+        except BaseException:
+            if served is not None:
+                self._adapters.add(served)
+            raise
+        self._num_changes += 1
+
+    async def run(self) -> None:
+        """Follow what other routers are told, until `stop`."""
+        while not self._is_closing.is_set():
+            await self.follow()
+            await wait_for_event(self._is_closing, INTERVAL_S)
+
+    async def follow(self) -> None:
+        """One look. Without Redis what is known stays."""
+        num_changes = self._num_changes
+        found = await self._store.all()
+        if found is not None and num_changes == self._num_changes:  # else what was read may be older
+            self._adapters.replace_others({name: _served(name, record) for name, record in found.items()})
+
+    def stop(self) -> None:
+        self._is_closing.set()
+
+
+def _served(name: str, record: AdapterRecord) -> ServedAdapter:
+    return ServedAdapter(name, Adapter(record.digest, record.path), record.created_s)

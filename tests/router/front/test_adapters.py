@@ -1,0 +1,137 @@
+"""LoRA adapters as models of the API: named, listed, loaded, unloaded, refused; what the service is asked for."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint import CheckpointError, ModelSpec, open_checkpoint
+from common.cluster.adapters import AdapterStore
+from common.values.config import RouterSettings
+from common.values.errors import InvalidRequest, PdserveError
+from common.values.request import NO_ADAPTER
+from router.request import limits
+from router.request.adapters import ServedAdapters
+from router.shared_adapters import SharedAdapters
+from tests.redis_box import binaries, redis_box
+from tests.router.front.http_rig import HttpRig, http_rig, ids
+from tests.router.front.scripted_service import always
+from tests.router.front.test_http_admin import service_of
+from tests.tiny_adapter import TinyAdapter, write_adapter
+from tests.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return open_checkpoint(write_tiny_model(tmp_path_factory.getbasetemp() / "tiny")).config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, spec: ModelSpec) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate("ab"):
+        write_adapter(folder / name, tmp_path_factory.getbasetemp() / "tiny", TinyAdapter(seed=seed))
+    return folder
+
+
+@pytest.fixture
+async def rig(spec: ModelSpec, folder: Path) -> AsyncIterator[HttpRig]:
+    async with http_rig(always(ids("ok"))) as rig:
+        rig.frontend.validator.adapters = ServedAdapters.of([f"a={folder / 'a'}"], spec, "tiny")
+        yield rig
+
+
+async def test_an_adapters_name_is_a_model_and_goes_with_the_request(rig: HttpRig) -> None:
+    answer = (await rig.post("/v1/completions", {"model": "a", "prompt": "x"})).json()
+    chat = await rig.post("/v1/chat/completions", {"model": "a", "messages": [{"role": "user", "content": "x"}]})
+    plain = (await rig.post("/v1/completions", {"model": "tiny", "prompt": "x"})).json()
+    assert (answer["model"], chat.json()["model"], plain["model"]) == ("a", "a", "tiny")
+    first, second, third = service_of(rig.frontend).submitted[-3:]
+    served = rig.frontend.validator.adapters.get("a")
+    assert served is not None
+    assert (first.adapter, first.adapter_name, second.adapter) == (served.adapter, "a", served.adapter)
+    assert (third.adapter, third.adapter_name) == (NO_ADAPTER, "")
+
+
+async def test_adapters_are_listed_beneath_the_model(rig: HttpRig) -> None:
+    models = (await rig.client.get("/v1/models")).json()["data"]
+    assert [(model["id"], model["parent"]) for model in models] == [("tiny", None), ("a", "tiny")]
+    assert (await rig.client.get("/v1/models/a")).json() == models[1]
+
+
+async def test_a_wrong_name_is_not_found_and_the_right_ones_are_listed(rig: HttpRig) -> None:
+    reply = await rig.post("/v1/completions", {"model": "c", "prompt": "x"})
+    assert reply.status_code == 404
+    assert "'tiny', 'a' are" in reply.json()["error"]["message"]
+
+
+async def test_the_admin_api_is_off_where_nothing_shares_adapters(rig: HttpRig, folder: Path) -> None:
+    reply = await rig.post("/admin/v1/adapters", {"name": "b", "path": str(folder / "b")})
+    gone = await rig.client.delete("/admin/v1/adapters/tiny")
+    listed = (await rig.client.get("/admin/v1/adapters")).json()["adapters"]
+    assert (reply.status_code, gone.status_code) == (400, 400)
+    assert [each["name"] for each in listed] == ["a"]
+
+
+@pytest.mark.parametrize("name", ["", "tiny", "x\n"])
+def test_names_that_cannot_be_told_apart_are_refused(spec: ModelSpec, folder: Path, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="name"):
+        ServedAdapters(spec, "tiny").read(name, str(folder / "a"))
+
+
+def test_another_adapter_cannot_take_a_name_and_their_number_is_bounded(
+    spec: ModelSpec, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = ServedAdapters.of([f"a={folder / 'a'}"], spec, "tiny")
+    adapters.add(adapters.read("a", str(folder / "a")))
+    with pytest.raises(InvalidRequest, match="unload it first"):
+        adapters.add(adapters.read("a", str(folder / "b")))
+    with pytest.raises(InvalidRequest, match=r"router\.lora"):
+        adapters.remove("a")
+    monkeypatch.setattr(limits, "MAX_ADAPTERS", 1)
+    with pytest.raises(InvalidRequest, match="the most"):
+        adapters.add(adapters.read("b", str(folder / "b")))
+
+
+def test_a_configured_adapter_that_cannot_be_read_ends_the_start(spec: ModelSpec, folder: Path) -> None:
+    other = replace(spec, intermediate_size=96)
+    with pytest.raises(CheckpointError, match=r"router\.lora.*tensor base_model\."):
+        ServedAdapters.of([f"a={folder / 'a'}"], other, "tiny")
+
+
+def test_the_setting_is_names_with_directories() -> None:
+    assert RouterSettings(lora="a=/x, b=/y").lora == ("a=/x", "b=/y")  # type: ignore[arg-type]
+    for wrong in ("a", "=/x", "a="):
+        with pytest.raises(ValueError, match="lora"):
+            RouterSettings(lora=(wrong,))
+
+
+async def test_what_one_router_loads_all_serve_and_unload(spec: ModelSpec, folder: Path, tmp_path: Path) -> None:
+    with redis_box(binaries()[0], tmp_path) as box:
+        both = [ServedAdapters(spec, "tiny"), ServedAdapters.of([f"a={folder / 'a'}"], spec, "tiny")]
+        stores = [AdapterStore(box.url_through(box.port), "ns") for _ in both]
+        first, second = (SharedAdapters(*each) for each in zip(stores, both, strict=True))
+        served = await first.load("b", str(folder / "b"))
+        await second.follow()
+        await first.follow()
+        assert [each.all for each in both] == [(served,), (both[1].all[0], served)]
+        await first.unload("b")
+        await second.follow()
+        assert [[each.name for each in adapters.all] for adapters in both] == [[], ["a"]]
+        for store in stores:
+            await store.close()
+
+
+async def test_without_redis_nothing_changes(spec: ModelSpec, folder: Path) -> None:
+    adapters = ServedAdapters(spec, "tiny")
+    store = AdapterStore("redis://127.0.0.1:1", "ns")
+    shared = SharedAdapters(store, adapters)
+    with pytest.raises(PdserveError, match="Redis"):
+        await shared.load("b", str(folder / "b"))
+    assert adapters.all == ()
+    adapters.add(adapters.read("b", str(folder / "b")))
+    with pytest.raises(PdserveError, match="Redis"):
+        await shared.unload("b")
+    assert adapters.get("b") is not None
+    await store.close()
