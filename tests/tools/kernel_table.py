@@ -17,12 +17,15 @@ import torch
 from common.engine.devices.triton.chunk import gather_rows, scatter_rows
 from common.engine.devices.triton.decode_attention import decode_attention, decode_candidates
 from common.engine.devices.triton.grouped_product import grouped_product, sort_pairs
+from common.engine.devices.triton.latent_attention import latent_decode_attention, latent_prefill_attention
+from common.engine.devices.triton.latent_write import rope_and_write_latent
 from common.engine.devices.triton.norm import add_rms_norm, rms_norm
 from common.engine.devices.triton.prefill_attention import prefill_attention, prefill_candidates
 from common.engine.devices.triton.rope_write import rope_and_write
 from common.engine.devices.triton.sampling import adjust_logits, may_draw, row_best
 from common.engine.devices.triton.silu_mul import silu_mul
 from tests.common.engine.devices.triton.cases import Shape, attention_case
+from tests.common.engine.devices.triton.latent_checks import latent_case
 from tests.tools.kernel_compile import TARGETS, Facts, compile_launches
 
 # Bytes of shared memory that one program may have.
@@ -54,6 +57,7 @@ def cases() -> list[Case]:
         *_quantized_cases(),
         *_tuned_cases(),
         *_other_cases(),
+        *_latent_cases(),
         *_grouped_cases(),
         *_sampling_cases(),
     ]
@@ -131,6 +135,31 @@ def _other_cases() -> Iterator[Case]:
             yield Case(f"rms_norm {dtype} {hidden}", partial(rms_norm, x, x[0], 1e-5), NO_MATRIX)
         x = torch.ones(4, 11008, dtype=DTYPES[dtype])
         yield Case(f"silu_mul {dtype}", partial(silu_mul, x, x), NO_MATRIX)
+
+
+def _latent_cases() -> Iterator[Case]:
+    """As DeepSeek has them: 512 numbers and 64 that turn, 16 heads of V2-Lite and 128 of V3."""
+    for dtype, num_heads in itertools.product(("bf16", "fp16", "fp32"), (16, 128)):
+        shape = {"rank": 512, "tail": 64, "num_heads": num_heads, "block_size": 16, "dtype": DTYPES[dtype]}
+        for kernel, name, lengths, matrix in (
+            (latent_prefill_attention, "prefill", ((600, 600),), WIDE_MATRIX),
+            (latent_decode_attention, "decode", ((600, 1),), NARROW_MATRIX),
+        ):
+            wanted = EXACT_MATRIX if dtype == "fp32" else matrix
+            run = partial(_attend_latents, kernel, lengths, shape)
+            yield Case(f"latent {name} {dtype} h{num_heads}", run, wanted)
+        yield Case(f"latent write {dtype} h{num_heads}", partial(_write_latents, shape), NO_MATRIX)
+
+
+def _attend_latents(kernel: Any, lengths: Any, shape: dict[str, Any]) -> None:
+    case = latent_case(lengths, shape | {"poison": 0.0})
+    kernel(case.q, case.kv, case.batch, case.scale, shape["rank"])
+
+
+def _write_latents(shape: dict[str, Any]) -> None:
+    case = latent_case(((64, 64),), shape | {"poison": 0.0})
+    q, latent, angles = case.q[..., shape["rank"] :], case.q[:, 0].contiguous(), torch.ones(64, shape["tail"])
+    rope_and_write_latent(q, latent, angles, case.batch.positions, case.kv, case.batch.slot_mapping)
 
 
 def _grouped_cases() -> Iterator[Case]:

@@ -18,8 +18,8 @@ PROMPT = [5, 77, 130, 9, 200, 41, 41, 270, 3, 18, 99, 64, 250, 7, 7, 7, 161, 12,
 PARAMS = SamplingParams(seed=1, max_tokens=64, temperature=0.0, num_logprobs=1)
 
 
-def load(path: Path, block_size: int = 8) -> LoadedModel:
-    fields = {"dtype": "float32", "attention": "cpu", "block_size": block_size, "num_blocks": 64, "num_threads": 1}
+def load(path: Path, block_size: int = 8, attention: str = "cpu") -> LoadedModel:
+    fields = {"dtype": "float32", "attention": attention, "block_size": block_size, "num_blocks": 64, "num_threads": 1}
     return load_model(WorkerConfig(role="decode", worker_id="d", model=ModelConfig(path=str(path)), **fields))
 
 

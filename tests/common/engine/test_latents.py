@@ -10,7 +10,14 @@ from common.checkpoint import CheckpointError, ModelSpec
 from common.checkpoint.hf_config import parse_config
 from common.engine.loading import kv_spec_of, load_model
 from common.values.config import ModelConfig, WorkerConfig
+from common.values.request import SamplingParams
+from tests.common.engine.drive import Generation, blocks_for, run_all
+from tests.interpreter import import_triton_interpreted
 from tests.tiny_model import FAMILIES, write_tiny_model
+
+import_triton_interpreted()
+
+from tests.common.engine.test_greedy_like_transformers import PROMPT, load  # noqa: E402
 
 # config.json of DeepSeek-V3 as far as it differs from what transformers takes for absent fields.
 V3: dict[str, Any] = {
@@ -37,6 +44,24 @@ def test_the_latent_is_the_only_plane(tmp_path: Path) -> None:
     (group,) = loaded.cache.spec.groups
     assert [(plane.name, plane.shape) for plane in group.planes] == [("latent", (40,))]
     assert ("kv_cache", "layers 0-1: latent 40 float32") in loaded.fingerprint.fields
+
+
+def test_triton_gives_the_tokens_and_logprobs_of_the_cpu(tmp_path: Path) -> None:
+    """Chunks of 7 of one prompt beside the single tokens of another, then both decode."""
+    path = write_tiny_model(tmp_path / "m", FAMILIES["deepseek_v3"])
+    params = SamplingParams(seed=1, max_tokens=3, temperature=0.0, num_logprobs=1)
+    answers = []
+    for attention in ("cpu", "triton"):
+        loaded = load(path, attention=attention)
+        tables = blocks_for([32, 32], loaded.cache.block_size, 64)
+        prompts = PROMPT[:6], PROMPT
+        generations = [Generation(list(prompt), params, table) for prompt, table in zip(prompts, tables, strict=True)]
+        run_all(loaded.runner, generations, 7)
+        answers.append([token for generation in generations for token in generation.tokens])
+    cpu, triton = answers
+    assert [token.token_id for token in cpu] == [token.token_id for token in triton]
+    logprobs = [torch.tensor([token.logprob for token in tokens]) for tokens in answers]
+    torch.testing.assert_close(*logprobs, atol=1e-3, rtol=0)
 
 
 def test_latents_are_not_stored_as_codes(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from common.engine.devices.triton.decode_attention import decode_attention
 from common.engine.devices.triton.device_draws import TritonDraws
 from common.engine.devices.triton.elementwise import TritonElementwise
 from common.engine.devices.triton.grouped_product import TritonExperts
+from common.engine.devices.triton.latent_attention import latent_decode_attention, latent_prefill_attention
+from common.engine.devices.triton.latent_write import rope_and_write_latent
 from common.engine.devices.triton.launch import require_runnable
 from common.engine.devices.triton.prefill_attention import prefill_attention
 from common.engine.devices.triton.rope_write import rope_and_write
@@ -62,7 +64,8 @@ class TritonAttention:
     def rope_and_write_latent(
         self, q: torch.Tensor, latent: torch.Tensor, cos_sin: torch.Tensor, kv: LayerKV, batch: AttentionBatch
     ) -> torch.Tensor:
-        raise CheckpointError("latent attention is not offered by attention=triton, only on CPUs")
+        """As `AttentionBackend.rope_and_write_latent` (below 0: not written)."""
+        return rope_and_write_latent(q, latent, cos_sin, batch.positions, kv, batch.slot_mapping)
 
     def attend(
         self,
@@ -74,6 +77,9 @@ class TritonAttention:
     ) -> torch.Tensor:
         """A step of single tokens splits the keys over programs; any other mix goes through the prefill kernel."""
         parts = (q, kv, batch, options.scale)
+        if options.latent_rank:
+            kernel = latent_decode_attention if batch.max_query_len <= 1 else latent_prefill_attention
+            return kernel(*parts, options.latent_rank)
         tuned, window, soft_cap = self.tiles, options.window, options.soft_cap
         if batch.max_query_len <= 1:
             return decode_attention(*parts, window=window, soft_cap=soft_cap, sinks=sinks, tiles=tuned.decode)
@@ -122,7 +128,7 @@ class TritonDevice:
         return {}
 
     def tune(self, kv: LayerKV, num_heads: int, head_dim: int) -> None:
-        if self.place.type == "cuda":
+        if self.place.type == "cuda" and len(kv) > 1:  # of latents nothing is tuned
             file = TuningFile.of_device(torch.cuda.get_device_name())
             self.attention.tiles = tune_attention(file, kv, num_heads, head_dim, self.dtype)
 

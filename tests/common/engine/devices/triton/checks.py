@@ -44,6 +44,13 @@ from tests.common.engine.devices.triton.cases import (
     random_bits,
     without_released,
 )
+from tests.common.engine.devices.triton.latent_checks import (
+    LATENT_AXES,
+    LATENT_WRITE_AXES,
+    check_latent_decode,
+    check_latent_prefill,
+    check_latent_write,
+)
 from tests.common.engine.devices.triton.pairwise import Case, pairwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -320,6 +327,9 @@ GRIDS = {
     "prefill_attention": Grid(check_prefill, pairwise({"batch": PREFILL_BATCHES, **_ATTENTION_AXES})),
     "decode_attention": Grid(check_decode, pairwise({"batch": DECODE_BATCHES, **_ATTENTION_AXES})),
     "rope_and_write": Grid(check_rope_and_write, pairwise(_ROPE_AXES)),
+    "latent_prefill": Grid(check_latent_prefill, pairwise({"batch": PREFILL_BATCHES, **LATENT_AXES})),
+    "latent_decode": Grid(check_latent_decode, pairwise({"batch": DECODE_BATCHES, **LATENT_AXES})),
+    "latent_write": Grid(check_latent_write, pairwise(LATENT_WRITE_AXES)),
     "gather_rows": Grid(check_gather_rows, pairwise(_COPY_AXES)),
     "scatter_rows": Grid(check_scatter_rows, pairwise(_COPY_AXES)),
     "rms_norm": Grid(check_rms_norm, pairwise(_ROW_AXES | {"num_heads": (1, 3)})),
