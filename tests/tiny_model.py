@@ -29,7 +29,14 @@ CHAT_TEMPLATE = (
 )
 CLASSES = {
     **{"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2"},
-    **{"gemma3": "Gemma3", "phi3": "Phi3", "granite": "Granite", "gpt_oss": "GptOss", "glm4_moe": "Glm4Moe"},
+    **{
+        "gemma2": "Gemma2",
+        "gemma3": "Gemma3",
+        "phi3": "Phi3",
+        "granite": "Granite",
+        "gpt_oss": "GptOss",
+        "glm4_moe": "Glm4Moe",
+    },
     **{"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"},
     **{"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"},
 }
@@ -67,6 +74,10 @@ FIELDS: dict[str, dict[str, Any]] = {
         **{"sliding_window": WINDOW, "sliding_window_pattern": 3, "query_pre_attn_scalar": 12},
         **{"rope_local_base_freq": 100.0, "hidden_activation": "gelu_pytorch_tanh"},
         **{"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    },
+    "gemma2": {
+        **{"sliding_window": WINDOW, "query_pre_attn_scalar": 12, "hidden_activation": "gelu_pytorch_tanh"},
+        **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     },
     "gpt_oss": {
         **{"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_ACTIVE, "sliding_window": WINDOW},
@@ -117,6 +128,7 @@ class TinyModel:
 
 # One of each family.
 FAMILIES = {name: TinyModel(architecture=name) for name in CLASSES} | {
+    "gemma2": TinyModel(architecture="gemma2", tie_embeddings=True),
     "gemma3": TinyModel(architecture="gemma3", num_layers=4, tie_embeddings=True),
     "deepseek_v2": TinyModel(architecture="deepseek_v2", num_kv_heads=4, head_dim=TURNING),
     "deepseek_v3": TinyModel(architecture="deepseek_v3", num_kv_heads=4, head_dim=TURNING, num_dense_layers=1),
@@ -213,7 +225,7 @@ def _tensors(model: TinyModel) -> dict[str, torch.Tensor]:
             _make_gpt_oss(model, prefix, randn, tensors)
         _change(model, prefix, randn, tensors)
     # the weights of Gemma's norms stand for what is added to one
-    tensors["model.norm.weight"] = randn(hidden, std=0.1) + (0 if model.architecture == "gemma3" else 1)
+    tensors["model.norm.weight"] = randn(hidden, std=0.1) + (0 if model.architecture in ("gemma2", "gemma3") else 1)
     if not model.tie_embeddings:
         tensors["lm_head.weight"] = linear(model.vocab_size, hidden, gain=3.0)
     return tensors
@@ -227,10 +239,9 @@ def _change(
     if model.architecture in ("qwen2", "qwen2_moe", "glm4_moe"):
         sizes = {"q": q_size, "k": kv_size, "v": kv_size}
         tensors |= {f"{prefix}.self_attn.{n}_proj.bias": randn(size, std=0.5) for n, size in sizes.items()}
-    if model.architecture == "gemma3":
+    if model.architecture in ("gemma2", "gemma3"):
         places = ("input", "post_attention", "pre_feedforward", "post_feedforward")
         tensors |= {f"{prefix}.{place}_layernorm.weight": randn(hidden, std=0.1) for place in places}
-        tensors |= {f"{prefix}.self_attn.{n}_norm.weight": randn(model.head_dim, std=0.1) for n in "qk"}
     if model.has_biases:
         sizes = {"self_attn.q": q_size, "self_attn.k": kv_size, "self_attn.v": kv_size, "self_attn.o": hidden}
         if model.architecture == "llama":
@@ -247,8 +258,9 @@ def _change(
         tensors[f"{prefix}.post_feedforward_layernorm.weight"] = tensors.pop(f"{prefix}.input_layernorm.weight")
         sizes = {"q": q_size, "k": kv_size}
         tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(size, std=0.1) for n, size in sizes.items()}
-    if model.architecture in ("qwen3", "qwen3_moe", "glm4_moe"):
-        tensors |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + randn(model.head_dim, std=0.1) for n in "qk"}
+    if model.architecture in ("qwen3", "qwen3_moe", "glm4_moe", "gemma3"):
+        one = 0 if model.architecture == "gemma3" else 1
+        tensors |= {f"{prefix}.self_attn.{n}_norm.weight": one + randn(model.head_dim, std=0.1) for n in "qk"}
 
 
 def _experts(model: TinyModel, prefix: str, linear: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:

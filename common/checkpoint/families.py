@@ -124,6 +124,10 @@ def _olmo2(layer: LayerSpec) -> LayerSpec:
     return replace(layer, norms=POST_NORMS, qk_norm="full")
 
 
+def _gemma2(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, norms=(*PRE_NORMS, *POST_NORMS))
+
+
 def _gemma3(layer: LayerSpec) -> LayerSpec:
     return replace(layer, norms=(*PRE_NORMS, *POST_NORMS), qk_norm="head")
 
@@ -144,6 +148,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3moe": Family(("Qwen3MoeForCausalLM",), _with_head_norms, QWEN_MOE_NAMES),
         "olmoe": Family(("OlmoeForCausalLM",), lambda layer: replace(layer, qk_norm="full"), QWEN_MOE_NAMES),
         "olmo2": Family(("Olmo2ForCausalLM",), _olmo2, GEMMA_NAMES),
+        "gemma_2": Family(("Gemma2ForCausalLM",), _gemma2, GEMMA_NAMES, hf_norm_offset=1.0, activation="gelu_tanh"),
         "gemma3": Family(("Gemma3ForCausalLM",), _gemma3, GEMMA_NAMES, hf_norm_offset=1.0, activation="gelu_tanh"),
     }
 )

@@ -26,8 +26,6 @@ class Gemma3Fields(TypedDict):
 
 def gemma3_of_config(config: Mapping[str, Any], hidden_size: int) -> tuple[Rope, Gemma3Fields]:
     """The RoPE of layers that see all tokens, and the rest, of a config.json. Raises CheckpointError by field."""
-    if config.get("use_bidirectional_attention"):
-        raise CheckpointError("config.json: use_bidirectional_attention=True is not supported")
     scalar = config.get("query_pre_attn_scalar")
     if isinstance(scalar, bool) or not isinstance(scalar, int | float) or not 0 < scalar < math.inf:
         raise CheckpointError(f"config.json: query_pre_attn_scalar should be a positive number, got {scalar!r}")

@@ -1,8 +1,8 @@
 """Which layers of a Hugging Face model attend to a window only. Pure.
 
 The rules are transformers': `layer_types` decides where it is given; else every layer of Mistral, Mixtral and Phi-3 has
-the window, and the layers of Qwen from `max_window_layers` on when `use_sliding_window` is set, every other of gpt-oss,
-those of Gemma 3 by a pattern.
+the window, and the layers of Qwen from `max_window_layers` on when `use_sliding_window` is set, every other of gpt-oss
+and Gemma 2, those of Gemma 3 by a pattern.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def _layers_with_window(config: Config, num_layers: int) -> list[bool]:
     if architecture.startswith("Qwen"):
         first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else num_layers
         return [idx >= first for idx in range(num_layers)]
-    if architecture.startswith("GptOss"):
+    if architecture.startswith(("GptOss", "Gemma2")):
         return [idx % 2 == 0 for idx in range(num_layers)]
     if architecture.startswith("Gemma3"):
         pattern = config.get("sliding_window_pattern")

@@ -73,6 +73,11 @@ ABSENT: Mapping[str, Config] = {
     },
     "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "sliding_window": None},
     "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
+    "Gemma2ForCausalLM": {
+        **{"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096},
+        **{"query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"},
+        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    },
     "Gemma3ForCausalLM": {
         **{"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096},
         **{"sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"},
@@ -123,6 +128,7 @@ def parse_config(config: Config) -> ModelSpec:
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         windows=layer_windows(config, num_layers, max_position),
         attention_soft_cap=float(config.get("attn_logit_softcapping") or 0.0),
+        logit_soft_cap=float(config.get("final_logit_softcapping") or 0.0),
         attention_bias=_has_bias(config, "attention_bias"),
         mlp_bias=_has_bias(config, "mlp_bias"),
         rotary_size=rope.size,
@@ -149,6 +155,9 @@ def _scales(config: Config, architecture: str) -> ScaleFields:
     """{} for a family that has none of its own."""
     if is_deepseek(architecture):
         return {"attention_scale": latent_scale(config)}
+    if architecture == "gemma_2":
+        scale = _factor(config, "query_pre_attn_scalar") ** -0.5
+        return {"attention_scale": scale, "embedding_scale": config["hidden_size"] ** 0.5}
     if architecture != "granite":
         return {}
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -204,7 +213,8 @@ def _architecture(config: Config) -> str:
 def _refuse_unsupported(config: Config, architecture: str) -> None:
     field, activation = ACTIVATIONS[FAMILIES[architecture].activation]
     found = {
-        "final_logit_softcapping": bool(config.get("final_logit_softcapping")),
+        "final_logit_softcapping": bool(config.get("final_logit_softcapping")) and architecture != "gemma_2",
+        "use_bidirectional_attention": bool(config.get("use_bidirectional_attention")),
         **{name: bool(config.get(name)) for name in BIASES if not _has_bias(config, name)},
         field: config.get(field, activation) != activation,
     }

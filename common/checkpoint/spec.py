@@ -43,6 +43,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_soft_cap: float = 0.0  # logits become cap * tanh(logit / cap); 0 = they stay
     has_head_norms: bool = False  # of q and k, in a family that has them or not
     attention_bias: bool = False  # of q, k, v and the output projection
     mlp_bias: bool = False

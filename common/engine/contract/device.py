@@ -102,6 +102,7 @@ class Tail:
     norm_eps: float
     head: Linear
     logit_scale: float = 1.0  # multiplies the logits
+    logit_soft_cap: float = 0.0  # logits become cap * tanh(logit / cap); 0 = they stay
 
 
 class CompiledRun(Protocol):

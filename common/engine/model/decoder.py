@@ -116,7 +116,11 @@ class Decoder:
         if hidden.shape[0] == 0:
             return hidden.new_empty((0, tail.head.out_features), dtype=torch.float32)
         logits = tail.head(self._device.elementwise.rms_norm(hidden, tail.norm, tail.norm_eps)).float()
-        return logits if tail.logit_scale == 1 else logits.mul_(tail.logit_scale)
+        if tail.logit_scale != 1:
+            logits.mul_(tail.logit_scale)
+        if cap := tail.logit_soft_cap:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
 
 def _from(first: int, layer_hook: LayerHook | None) -> LayerHook | None:
@@ -150,5 +154,5 @@ def build_decoder(spec: ModelSpec, weights: Weights, device: Device, collectives
     head = tied if spec.tie_embeddings else weights.take(HEAD, (rows.size, spec.hidden_size))
     weights.check_all_taken()
     product = gathered(device.linear(head, min_bits=HEAD_BITS), spec, collectives)
-    tail = Tail(norm, spec.rms_norm_eps, product, spec.logit_scale)
+    tail = Tail(norm, spec.rms_norm_eps, product, spec.logit_scale, spec.logit_soft_cap)
     return Decoder(embedding, layers, tail, device, spec.embedding_scale)

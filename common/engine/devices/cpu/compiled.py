@@ -5,7 +5,7 @@ from itertools import groupby
 
 import torch
 
-from common.checkpoint.layers import PRE_NORMS, Routing
+from common.checkpoint.layers import PRE_NORMS, LayerSpec, Routing
 from common.engine.contract.attention import AttentionBatch, LayerKV
 from common.engine.contract.device import CompiledRun, Layer, Tail
 from common.engine.contract.executor import LayerHook
@@ -21,11 +21,16 @@ def compile_layers(layers: Sequence[Layer], tail: Tail, products: NativeProducts
     for spec, group in groupby(layers, key=lambda layer: layer.spec if is_known(layer) else None):
         run = list(group)
         if spec is not None:
-            is_known_tail = tail.head.packed is not None and tail.norm_eps == spec.norm_eps and tail.logit_scale == 1
-            has_tail = is_known_tail and done + len(run) == len(layers)
+            has_tail = is_known_tail(tail, spec) and done + len(run) == len(layers)
             runs[done] = NativeRun(NativeStack(products.library, run, tail if has_tail else None))
         done += len(run)
     return runs
+
+
+def is_known_tail(tail: Tail, last: LayerSpec) -> bool:
+    """Whether `stack.h` makes logits of what the last layer gives: plain ones, by a packed head."""
+    has_plain_logits = tail.logit_scale == 1 and not tail.logit_soft_cap
+    return tail.head.packed is not None and tail.norm_eps == last.norm_eps and has_plain_logits
 
 
 def is_known(layer: Layer) -> bool:

@@ -8,8 +8,8 @@ import torch
 
 from common.checkpoint.layers import POST_NORMS, AttentionOptions, Experts, Latent, LayerSpec, Routing
 from common.checkpoint.rope import Rope
-from common.engine.contract.device import ExpertMlp, GroupedMlp, Layer, Linear, Mlp
-from common.engine.devices.cpu.compiled import is_known
+from common.engine.contract.device import ExpertMlp, GroupedMlp, Layer, Linear, Mlp, Tail
+from common.engine.devices.cpu.compiled import is_known, is_known_tail
 from common.engine.devices.cpu.native.experts import NativeExperts
 
 DENSE = LayerSpec(64, 4, 2, 16, 128, 1e-5, Rope(10000.0), AttentionOptions(0.25))
@@ -63,3 +63,12 @@ def test_a_layer_with_what_the_compiled_step_does_not_compute_is_not(fields: dic
 )
 def test_a_layer_with_a_weight_that_is_not_packed_is_not(spec: LayerSpec, parts: dict[str, Any]) -> None:
     assert not is_known(layer(spec, **parts))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"logit_soft_cap": 30.0}, {"logit_scale": 0.5}, {"norm_eps": 1e-6}, {"head": UNPACKED}], ids=str
+)
+def test_logits_that_the_compiled_step_does_not_compute_are_left_to_torch(fields: dict[str, Any]) -> None:
+    tail = Tail(torch.empty(0), DENSE.norm_eps, PACKED)
+    assert is_known_tail(tail, DENSE)
+    assert not is_known_tail(replace(tail, **fields), DENSE)
