@@ -89,10 +89,10 @@ class _Noted(Shell):
 
 def test_a_server_is_there_for_commands_of_a_page_that_starts_none(tmp_path: Path) -> None:
     shell = _Noted(tmp_path)
-    for text in ("pdserve doctor", "pdserve explain", "pdserve status", "curl http://127.0.0.1:8000/ready"):
+    for text in ("pdserve doctor", "pdserve explain", "pdserve status", "curl localhost", "pdserve explain ID"):
         shell.try_out(Command("p", 1, text))
-    assert shell.started == ["pdserve doctor", "pdserve explain --help", "pdserve up", "pdserve status",
-                             "curl http://127.0.0.1:8000/ready"]  # fmt: skip
+    first = ["pdserve doctor", "pdserve explain --help", "pdserve up", "pdserve status", "curl localhost"]
+    assert shell.started == [*first, "pdserve generate Hello", "pdserve explain ID"]
 
 
 def test_a_command_that_fails_or_is_unknown_is_a_failure(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ class Shell:
             served = self._serve(replace(command, text="pdserve up"))
             if served.is_failure:
                 return replace(served, command=command, text=f"pdserve up: {served.text}")
+        if "pdserve explain" in command.text:
+            self._run(replace(command, text="pdserve generate Hello"), rule.how)  # so that there is one to explain
         return self._run(command, rule.how)
 
     def close(self) -> None:
