@@ -23,6 +23,7 @@ from kvtransfer.links.rendezvous import RendezvousStore
 from tests.gpu.report import Report, error_of
 from tests.kvtransfer.links.link_tools import HOST, new_prefix, receive, send
 
+SECRET = b"of both ends"
 TIMEOUT_S = 60.0  # guards against hanging; a busy machine takes its time to start the peer
 NUM_BYTES = 1 << 20
 _CHILD = "from tests.gpu.nccl_pairs import sending_end; sending_end(*__import__('sys').argv[1:])"
@@ -48,7 +49,7 @@ def check_nccl_api() -> None:
 
 
 def plan_of(port: int, prefix: str, end: int, device: torch.device, transport: str = "nccl") -> LinkPlan:
-    return LinkPlan(transport, HOST, port, prefix, end, HOST, device, TIMEOUT_S)
+    return LinkPlan(transport, HOST, port, prefix, end, HOST, device, TIMEOUT_S, SECRET)
 
 
 def start_peer(port: int, prefix: str, num_messages: int, transport: str = "nccl") -> "subprocess.Popen[bytes]":

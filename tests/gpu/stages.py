@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +107,10 @@ def shapes(report: Report, device: str) -> None:
 
 def speed(report: Report, device: str) -> None:
     """Kernels beside torch's, as shares of what the card can do."""
-    from tests.gpu.speed import Sizes, measure_kernels
+    from tests.gpu.speed import FULL, Sizes, measure_kernels
 
     if device == CUDA:
-        measure_kernels(report, Sizes(heads=((32, 8, 128),)), device)
+        measure_kernels(report, replace(FULL, heads=((32, 8, 128),)), device)
         return
     tiny: dict[str, Any] = {"prefill": ((1, 0, 9),), "decode": ((1, 9),), "num_tokens": 9, "hidden": 16}
     measure_kernels(report, Sizes(((4, 2, 16),), **tiny, num_layers=1, logits=(1, 64), ceiling_dim=16), device)
@@ -193,7 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     if options.child:
-        run_here(*stages_named(options.child), options.device, options.out)
+        (stage,) = stages_named(options.child)
+        run_here(stage, options.device, options.out)
         return 0
     num_failed = 0
     for stage in stages_named(options.stage):
