@@ -83,6 +83,31 @@ class Try:
     pair: Pair
     num_computed: int = 0
     outcome: TransferOutcome | None = None
+    ranks: "Ranks | None" = None  # of a worker that has several
+
+
+@dataclass(slots=True)
+class Ranks:
+    """How far each rank of a prefill worker is with a prompt: it writes each layer of each token's step.
+
+    Ranks meet in a layer to sum its attention, so none is more than one layer ahead; and at the end of a step.
+    """
+
+    written: list[int]  # layers of all steps so far, by rank
+    num_steps: int = 0  # that have ended
+    num_layers: int = 0  # of the running step that rank 0 has written: what `OneBehind` keeps
+
+    def who_can_write(self) -> list[int]:
+        least = min(self.written)
+        return [] if self.can_end_step else [rank for rank, num in enumerate(self.written) if num == least]
+
+    @property
+    def can_end_step(self) -> bool:
+        return min(self.written) == (self.num_steps + 1) * NUM_LAYERS
+
+    def has_all(self, layer: int, token: int) -> bool:
+        """Every rank has written it."""
+        return min(self.written) > token * NUM_LAYERS + layer
 
 
 @dataclass(slots=True)

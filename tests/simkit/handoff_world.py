@@ -9,8 +9,9 @@ time, what was under way is lost), a chunk arrives corrupt, the receiver freezes
 life, either worker wants to cancel (again), time passes a deadline, a peer breaks the protocol.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from common.engine.executor.one_behind import OneBehind
 from common.values.ids import AttemptId, RequestId, TransferId
 from common.values.request import SampledToken
 from kvtransfer.events import (
@@ -40,6 +41,7 @@ from tests.simkit.handoff_parts import (
     NUM_LAYERS,
     Grant,
     Pair,
+    Ranks,
     Try,
     new_receiver,
     new_sender,
@@ -55,6 +57,7 @@ class HandoffWorld:
     """One or two requests, one or two prefill workers, one decode worker; each in one life after the other.
 
     A prompt of `num_tokens` is computed in as many prefill chunks, each layer by layer; each cell is a chunk to send.
+    Of prefill workers of several ranks each rank writes its part of a cell in its own time.
     """
 
     def __init__(
@@ -65,11 +68,13 @@ class HandoffWorld:
         num_senders: int = 1,
         num_tries: int = 1,
         num_tokens: int = 2,
+        num_ranks: int = 1,
         is_granted_late: bool = False,
     ) -> None:
         self.faults = HandoffFaults(dict(faults or {}))
         self.num_tries = num_tries
         self.num_tokens = num_tokens
+        self.num_ranks = num_ranks
         # What the compute reports, in order.
         self.progress = [(layer + 1, token + 1) for token in range(num_tokens) for layer in range(NUM_LAYERS)]
         self.senders: dict[str, SenderCore] = {f"p{idx}.1": new_sender() for idx in range(num_senders)}
@@ -93,6 +98,7 @@ class HandoffWorld:
 
     def choices(self) -> Sequence[str]:
         choices = [f"compute {idx}" for idx, entry in enumerate(self.tries) if self._can_compute(entry)]
+        choices += [choice for idx, entry in enumerate(self.tries) for choice in self._rank_choices(idx, entry)]
         choices += self.net.choices()
         choices += [f"retry {idx}" for idx, key in enumerate(self.grants) if self._can_retry(key)]
         choices += [f"replay {idx}" for idx, key in enumerate(self.grants) if self._can_replay(key)]
@@ -103,7 +109,15 @@ class HandoffWorld:
         return choices + self.faults.choices(self)
 
     def _can_compute(self, entry: Try) -> bool:
-        return entry.outcome is None and entry.num_computed <= len(self.progress)
+        is_step_over = entry.ranks is None or entry.num_computed == len(self.progress)
+        return entry.outcome is None and is_step_over and entry.num_computed <= len(self.progress)
+
+    def _rank_choices(self, idx: int, entry: Try) -> list[str]:
+        ranks = entry.ranks
+        if ranks is None or entry.outcome is not None or entry.num_computed >= len(self.progress):
+            return []
+        writes = [f"rank_writes {idx * self.num_ranks + rank}" for rank in ranks.who_can_write()]
+        return writes + ([f"step_ends {idx}"] if ranks.can_end_step else [])
 
     def _can_retry(self, attempt_id: AttemptId) -> bool:
         tries = [entry for entry in self.tries if entry.transfer_id.attempt_id == attempt_id]
@@ -123,7 +137,7 @@ class HandoffWorld:
         action, _, idx = choice.partition(" ")
         if action == "deadline":
             self.pass_deadline()
-        elif action in ("compute", "retry", "replay", "expect"):
+        elif action in ("compute", "rank_writes", "step_ends", "retry", "replay", "expect"):
             getattr(self, f"_do_{action}")(int(idx))
         else:
             self.net.apply(self, choice)
@@ -136,6 +150,31 @@ class HandoffWorld:
             event = FirstTokensSampled(entry.transfer_id, TOKENS)
         entry.num_computed += 1
         self.to_sender(entry.pair.sender, event)
+
+    def _do_rank_writes(self, number: int) -> None:
+        entry, rank = self.tries[number // self.num_ranks], number % self.num_ranks
+        assert entry.ranks is not None
+        entry.ranks.written[rank] += 1
+        if rank == 0:
+            num_layers = entry.ranks.written[0] - entry.ranks.num_steps * NUM_LAYERS
+            self._report(entry, entry.ranks, lambda hook: hook(num_layers))
+
+    def _do_step_ends(self, idx: int) -> None:
+        entry = self.tries[idx]
+        assert entry.ranks is not None
+        self._report(entry, entry.ranks, OneBehind.end)
+        entry.num_computed += NUM_LAYERS
+        entry.ranks.num_steps, entry.ranks.num_layers = entry.ranks.num_steps + 1, 0
+
+    def _report(self, entry: Try, ranks: Ranks, call: Callable[[OneBehind], None]) -> None:
+        """As rank 0's runner does."""
+        token_end = ranks.num_steps + 1
+        hook = OneBehind(
+            lambda num: self.to_sender(entry.pair.sender, TokensComputed(entry.transfer_id, num, token_end))
+        )
+        hook._num_layers = ranks.num_layers
+        call(hook)
+        ranks.num_layers = hook._num_layers
 
     def _do_retry(self, idx: int) -> None:
         attempt_id = list(self.grants)[idx]
@@ -167,7 +206,8 @@ class HandoffWorld:
         names = list(self.senders)
         name = names[sender_idx % len(names)]
         receiver = self.grants[transfer_id.attempt_id].receiver
-        self.tries.append(Try(transfer_id, Pair(name, receiver)))
+        ranks = Ranks([0] * self.num_ranks) if self.num_ranks > 1 else None
+        self.tries.append(Try(transfer_id, Pair(name, receiver), ranks=ranks))
         deadline_s = self.now_s + DEADLINE_S
         self.to_sender(
             name, TransferStarted(transfer_id, ref_of(receiver), "", 0, self.num_tokens, ((0,),), deadline_s)
@@ -223,7 +263,10 @@ class HandoffWorld:
     def read_chunk(self, name: str, effect: SendChunk) -> Payload:
         """Every cell holds the try that computed it."""
         assert name in self.senders
-        chunk, prefill_try = effect.chunk, effect.transfer_id.prefill_try
+        chunk, prefill_try, ranks = effect.chunk, effect.transfer_id.prefill_try, self._try(effect.transfer_id).ranks
+        if ranks is not None:
+            last = chunk.layer_end - 1, chunk.token_end - 1
+            assert ranks.has_all(*last), f"layer {last[0]} of token {last[1]} is read before every rank has written it"
         return [[prefill_try] * (chunk.token_end - chunk.token_start)] * (chunk.layer_end - chunk.layer_start)
 
     def write_chunk(self, name: str, effect: WriteChunk, payload: Payload) -> None:

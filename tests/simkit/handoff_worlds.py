@@ -47,6 +47,9 @@ WORLDS = {
         {"cancel_prefill": 1}, {"is_granted_late": True, **_SHORT}, max_refused=0
     ),
     "two requests": Setting({}, {"num_requests": 2, **_SHORT}),
+    "two ranks": Setting({}, {"num_ranks": 2}),
+    "two ranks, session breaks": Setting({"break": 1}, {"num_ranks": 2, **_SHORT}),
+    "two ranks, prefill worker cancels": Setting({"cancel_prefill": 1}, {"num_ranks": 2, **_SHORT}),
 }
 
 # For `make explore`.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from common.engine.executor.one_behind import OneBehind
 from kvtransfer.events import TransferEnded
 from kvtransfer.receiver.core import ReceiverCore
 from kvtransfer.receiver.state import Expectation
@@ -61,6 +62,15 @@ def test_the_explorer_finds_blocks_given_back_under_a_pack(monkeypatch: pytest.M
     with pytest.raises(Violation, match="while a pack reads its blocks") as found:
         explore(HandoffWorld({"cancel_prefill": 1}), MAX_STATES)
     assert "!cancel_prefill" in str(found.value)
+
+
+def test_the_explorer_finds_a_layer_that_is_read_before_every_rank_has_written_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A runner that reports what rank 0 has written."""
+    monkeypatch.setattr(OneBehind, "__call__", lambda self, num_layers: self._layer_hook(num_layers))
+    with pytest.raises(Violation, match="before every rank has written it"):
+        explore(HandoffWorld(num_ranks=2), MAX_STATES)
 
 
 def test_the_explorer_finds_blocks_given_back_under_a_write(monkeypatch: pytest.MonkeyPatch) -> None:

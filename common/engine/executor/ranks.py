@@ -21,6 +21,7 @@ from common.engine.contract.collectives import RankLost
 from common.engine.contract.executor import LayerHook, Runner
 from common.engine.contract.plan import StepPlan, StepResult
 from common.engine.executor.collectives import SharedCollectives, connect_all, shared_bytes
+from common.engine.executor.one_behind import OneBehind
 from common.engine.executor.rank_channel import Begin, Channel, NewCache, encode, encode_step
 from common.engine.kv.shared import map_shared_memory, new_shared_memory
 from common.telemetry.logs import get_logger
@@ -192,7 +193,7 @@ class RankedRunner:
 
     def run(self, plan: StepPlan, layer_hook: LayerHook | None = None) -> StepResult:
         """As `Runner.run`; layers are reported when every rank has written them. Raises RankLost."""
-        hook = _OneBehind(layer_hook) if layer_hook is not None else None
+        hook = OneBehind(layer_hook) if layer_hook is not None else None
         try:
             self._others.start_step(plan)
             result = self._own.run(plan, hook)
@@ -204,24 +205,6 @@ class RankedRunner:
         if hook is not None:
             hook.end()
         return result
-
-
-class _OneBehind:
-    """When rank 0 has written a layer, all have written the one before: they met to sum its attention."""
-
-    def __init__(self, layer_hook: LayerHook) -> None:
-        self._layer_hook = layer_hook
-        self._num_layers = 0
-
-    def __call__(self, num_layers: int) -> None:
-        if self._num_layers:
-            self._layer_hook(self._num_layers)
-        self._num_layers = num_layers
-
-    def end(self) -> None:
-        """All have ended the step."""
-        if self._num_layers:
-            self._layer_hook(self._num_layers)
 
 
 def _start(rank: int) -> _Other:
