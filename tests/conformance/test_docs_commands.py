@@ -95,6 +95,12 @@ def test_a_server_is_there_for_commands_of_a_page_that_starts_none(tmp_path: Pat
     assert shell.started == [*first, "pdserve generate Hello", "pdserve explain ID"]
 
 
+def test_a_server_that_ended_by_itself_ends_no_check(tmp_path: Path) -> None:
+    shell = Shell(tmp_path, has_long=False)
+    assert shell._serve(Command("p", 1, "false")).text == "ended with 1"
+    shell.close()
+
+
 def test_a_command_that_fails_or_is_unknown_is_a_failure(tmp_path: Path) -> None:
     shell = Shell(tmp_path, has_long=False)
     python = f"{sys.executable} -c"

@@ -79,7 +79,8 @@ class Shell:
     def close(self) -> None:
         """End the page's servers as Ctrl-C would."""
         for server in self._servers:
-            os.killpg(server.pid, signal.SIGINT)
+            with suppress(ProcessLookupError):  # it may have ended by itself
+                os.killpg(server.pid, signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 server.wait(STOP_LIMIT_S)
             if server.poll() is None:
