@@ -3,7 +3,8 @@
 Real: the three cores with the handoff cores inside, block pools, deadlines. Stand-ins: compute (`layered_engine`, whose
 next token depends on every KV row read), the handoff's sessions (`handoff_net`), the router's streams (`streams`).
 
-Faults, by budget: the client leaves, a process dies and comes back, a handoff session breaks, a router stream is cut.
+Faults, by budget: the client leaves, a process dies and comes back, a handoff session breaks, a router stream is cut,
+Redis answers what one answers that is in trouble. One that is gone or late answers nothing, which is no event.
 Time stands still while anything can happen.
 """
 
@@ -26,8 +27,10 @@ from router.core.events import (
     SendToWorker,
     WorkerConnected,
     WorkerLost,
+    WorkersListed,
 )
 from router.core.generation import Failed, Finished, GenerationRequest, Tokens
+from router.core.roster import Roster, StreamState
 from router.core.router_limits import RouterLimits
 from tests.simkit import cluster_checks
 from tests.simkit.handoff_net import HandoffNet
@@ -68,6 +71,7 @@ class ClusterWorld:
         self.router = RouterCore(RouterLimits(worker_silence_s=FOREVER_S, num_kept_requests=0))
         roles = {f"p{idx}.1": Role.PREFILL for idx in range(num_prefill)}
         roles |= {f"d{idx}.1": Role.DECODE for idx in range(num_decode)}
+        self.roster, self.lives = Roster(), list(roles)
         self.processes = {name: SmallProcess(name, role, chunk_tokens) for name, role in roles.items()}
         self.net = HandoffNet(self.processes)
         self.streams = Streams()
@@ -102,6 +106,8 @@ class ClusterWorld:
                 return [str(idx) for idx, s in enumerate(self.net.sessions.values()) if not s.is_broken]
             case "cut":
                 return self.streams.open_names()
+            case "redis":  # full, and emptied before; evicting; read-only: dead lives are listed still
+                return ["nobody", *self.processes, "everybody"]
         raise AssertionError(kind)
 
     # ---- letting it happen --------------------------------------------------------------------------
@@ -147,6 +153,7 @@ class ClusterWorld:
 
     def _fault_crash_prefill(self, name: str) -> None:
         role = self.processes.pop(name).role
+        self.lives.append(next_life(name))
         self.processes[next_life(name)] = SmallProcess(next_life(name), role, self.chunk_tokens)
         self.net.kill(name, next_life(name))
         self.streams.kill(name)
@@ -158,6 +165,18 @@ class ClusterWorld:
 
     def _fault_cut(self, name: str) -> None:
         self.streams.cut(name)
+
+    def _fault_redis(self, whom: str) -> None:
+        """It lists nobody, one worker, or every life that ever was. No open stream may be given up for that."""
+        names = {"nobody": [], "everybody": self.lives}.get(whom, [whom])
+        streams = {
+            ref_of(name): StreamState.OPEN if self.streams.is_believed(name) else StreamState.BROKEN
+            for name in self.lives
+        }
+        change = self.roster.follow(frozenset(map(ref_of, names)), streams, self.now_s)
+        given_up = [ref for ref in change.retire if streams[ref] is StreamState.OPEN]
+        assert not given_up, f"{given_up} is given up, whose stream is open"
+        self.to_router(WorkersListed(change.known))
 
     def _pass_deadline(self) -> None:
         deadline_s = self.next_deadline_s()
@@ -203,7 +222,9 @@ class ClusterWorld:
             match effect:
                 case SendToWorker(ref, message):
                     self.streams.send_to_worker(name_of(ref), message)
-                case DropWorker(ref):
+                case DropWorker(ref, _, is_final):
+                    if is_final:
+                        self.roster.supersede(ref)
                     self.streams.cut(name_of(ref))
                 case Deliver(_, event):
                     self._deliver(event)
@@ -252,5 +273,7 @@ class ClusterWorld:
             self.scores,
             self.end,
             self.account,
+            sorted(self.roster._missing_since_s.items()),
+            sorted(self.roster._superseded),
         ]
         return state, self.router._pool, requests.live, requests.timers, cluster_checks.identity_facts(self)

@@ -31,6 +31,10 @@ WORLDS = {
     "the decode worker dies": Setting({"crash_decode": 1}, _ONE_CHUNK, max_states=2500),
     "a router stream is cut": Setting({"cut": 1}, _ONE_CHUNK, max_states=2500),
     "two prefill workers, one dies": Setting({"crash_prefill": 1}, {"num_prefill": 2, **_ONE_CHUNK}, max_states=1500),
+    "Redis is in trouble": Setting({"redis": 1}, _ONE_CHUNK),
+    "Redis is in trouble, the first token is the last": Setting(
+        {"redis": 1}, {"max_tokens": 1, **_ONE_CHUNK}, max_states=800
+    ),
     "logprobs of the prompt": Setting({}, {"is_scored": True}),
     "logprobs of the prompt, its worker dies": Setting({"crash_prefill": 1}, _SCORED, max_states=2500),
     "logprobs of the prompt, a router stream is cut": Setting({"cut": 1}, _SCORED, max_states=2500),
@@ -46,6 +50,7 @@ DEEP_WORLDS = {
     "a router stream is cut": Setting({"cut": 1}, _ONE_CHUNK),
     "two prefill workers, one dies": Setting({"crash_prefill": 1}, {"num_prefill": 2, **_ONE_CHUNK}),
     "two decode workers, one dies": Setting({"crash_decode": 1}, {"num_decode": 2, **_ONE_CHUNK}),
+    "Redis is in trouble, the first token is the last": Setting({"redis": 1}, {"max_tokens": 1, **_ONE_CHUNK}),
     "logprobs of the prompt, its worker dies": Setting({"crash_prefill": 1}, _SCORED),
     "logprobs of the prompt, the decode worker dies": Setting({"crash_decode": 1}, _SCORED),
     "logprobs of the prompt, a router stream is cut": Setting({"cut": 1}, _SCORED),

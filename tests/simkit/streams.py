@@ -47,6 +47,10 @@ class Streams:
     def is_end_unheard_by_worker(self, name: str) -> bool:
         return name in self._streams and self._streams[name].worker_knows
 
+    def is_believed(self, name: str) -> bool:
+        """Whether the router takes the stream for open: it has not heard of an end."""
+        return name in self._streams and self._streams[name].router_knows
+
     def open(self, name: str) -> None:
         self._streams[name] = RouterStream()
 

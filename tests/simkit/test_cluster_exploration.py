@@ -3,9 +3,11 @@
 import pytest
 
 from common.engine.kv.block_pool import RefKind
+from common.values.ids import WorkerRef
 from prefill_worker.core import PrefillCore
 from prefill_worker.request import PrefillRequest
 from router.core.request_state import Choice
+from router.core.roster import Roster, RosterChange, StreamState
 from tests.simkit.cluster_worlds import WORLDS, Setting
 from tests.simkit.explorer import Violation
 
@@ -59,3 +61,16 @@ def test_the_explorer_finds_a_lost_link_that_nobody_tells(monkeypatch: pytest.Mo
     monkeypatch.setattr(PrefillCore, "_on_transfer_ended", keep_quiet)
     with pytest.raises(Violation, match="deadline"):
         Setting({"break": 1}, {"chunk_tokens": 2}).explore()
+
+
+def test_the_explorer_finds_a_worker_that_is_given_up_because_redis_lost_its_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def follow(
+        self: Roster, listed: frozenset[WorkerRef], streams: dict[WorkerRef, StreamState], now_s: float
+    ) -> RosterChange:
+        return RosterChange((), tuple(streams.keys() - listed), listed)
+
+    monkeypatch.setattr(Roster, "follow", follow)
+    with pytest.raises(Violation, match="whose stream is open"):
+        Setting({"redis": 1}, {"chunk_tokens": 2}).explore()
