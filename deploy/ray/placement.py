@@ -171,8 +171,10 @@ class ClusterPlacement:
         request_resources(bundles=bundles)
 
     def _bundle(self, role: Role) -> dict[str, float]:
-        num_gpus = reserved_gpus(self.worker_config(role, ""))
-        return {resource_name(role): 1} | ({"GPU": num_gpus} if num_gpus else {})
+        bundle: dict[str, float] = {resource_name(role): 1}
+        if num_gpus := reserved_gpus(self.worker_config(role, "")):
+            bundle["GPU"] = num_gpus
+        return bundle
 
     def what_it_waits_for(self, role: Role) -> str:
         wanted = " and ".join(f"{number:g} {name}" for name, number in self._bundle(role).items())

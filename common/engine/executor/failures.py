@@ -5,9 +5,12 @@ lost device, memory with an uncorrectable error) stays with the process: every l
 looks idle and fast, and would draw all requests to itself. Several failures in a row are taken for such a one.
 """
 
+from typing import Any
+
 import torch
 
 MAX_IN_A_ROW = 3
+_ACCELERATOR_ERROR: Any = getattr(torch, "AcceleratorError", ())  # older torch has none
 _OF_A_GPU = ("CUDA error", "CUDA driver error", "cuBLAS error", "CUBLAS_STATUS", "device-side assert", "HIP error")
 
 
@@ -33,7 +36,7 @@ def is_of_a_gpu(error: Exception) -> bool:
     """Whether the device itself is broken, for this process at least."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
-    return isinstance(error, torch.AcceleratorError) or any(mark in str(error) for mark in _OF_A_GPU)
+    return isinstance(error, _ACCELERATOR_ERROR) or any(mark in str(error) for mark in _OF_A_GPU)
 
 
 def shown(error: Exception) -> str:
