@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,9 @@ from common.engine.scheduling.block_tables import PoolGroup
 from common.values.config import ModelConfig, WorkerConfig
 from common.values.messages import AttemptFailed, Refused
 from common.values.request import EarlyStopping, FinishReason, SamplingParams
+from tests.common.engine.served import Served
 from tests.decode_worker.harness import Bench, job
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import FAMILIES, write_tiny_model
 from tests.transformers_beams import beams
 
 BLOCK_SIZE = 4
@@ -150,4 +152,19 @@ def test_first_tokens_that_lack_candidates_fail_the_attempt() -> None:
     bench.start(work)
     [failed] = [message for message in bench.messages("r") if isinstance(message, AttemptFailed)]
     assert (failed.reason, failed.is_retryable) == ("first tokens only of choices [0], or too few candidates: 0", True)
+    assert bench.counts() == (0, 0)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v2"])
+def test_beams_share_blocks_of_windows_and_of_latents_too(tmp_path: Path, family: str) -> None:
+    """Whatever no sequence refers to is NaN, so that nothing is read which a fork has not."""
+    path = write_tiny_model(tmp_path / "m", FAMILIES[family])
+    options: dict[str, Any] = {"dtype": "float32", "attention": "cpu", "num_threads": 1}
+    options |= {"block_size": BLOCK_SIZE, "num_blocks": 120}
+    bench = Served(path, fills_unused=True, **options)
+    for number, prompt in enumerate(PROMPTS[:2]):
+        bench.reserve(job(f"r{number}", prompt, sampling=PARAMS, choices=(0, 1)), local=1000)
+    bench.run_all()
+    for number, prompt in enumerate(PROMPTS[:2]):
+        assert [bench.output(f"r{number}", choice) for choice in (0, 1)] == beams(path, prompt, PARAMS, 2)
     assert bench.counts() == (0, 0)
