@@ -183,7 +183,7 @@ ROWS: tuple[Row, ...] = (
             f"a rank of the {role} worker",
             "SIGKILL",
             moment,
-            "its worker ends within its lease and is replaced; a pause, then the same tokens",
+            "its worker ends and is replaced; a pause, then the same tokens",
             "its audit showed the moment; rank and worker are gone",
             kill_rank(role, phases),
             shape=OF_TWO_RANKS,
