@@ -51,7 +51,7 @@ from router.observe.request_metrics import NullMetrics, RequestMetrics, RouterMe
 from router.registry import ExpectedRoles, WorkerDirectory
 
 GAUGES_INTERVAL_S = 1.0
-MAX_HASH_ROOTS = 1024  # one for each cache salt in use
+MAX_HASH_ROOTS = 1024  # one for each cache salt and adapter in use
 _NO_METRICS = NullMetrics()
 
 
@@ -268,7 +268,8 @@ class RouterService:
 
     def _look_up(self, lookup: LookupPrefix) -> None:
         started_s = self._clock()
-        hashes = block_hashes(lookup.token_ids, lookup.key.block_size, self._hash_root(lookup.key, lookup.cache_salt))
+        root = self._hash_root(lookup.key, lookup.cache_salt, lookup.adapter)
+        hashes = block_hashes(lookup.token_ids, lookup.key.block_size, root)
         known = self._index.known_prefix(hashes, lookup.workers)
         if known is not None:
             self._found(lookup, known, started_s)
@@ -308,8 +309,8 @@ class RouterService:
                 self._metrics.set("pdserve_workers", count, worker_role=role, state=worker_state)
 
 
-def _hash_root(key: PrefixKey, cache_salt: bytes) -> BlockHash:
-    return hash_root(dict(key.fingerprint.fields), key.block_size, cache_salt)
+def _hash_root(key: PrefixKey, cache_salt: bytes, adapter: str) -> BlockHash:
+    return hash_root(dict(key.fingerprint.fields), key.block_size, cache_salt, adapter)
 
 
 def _random_first_attempt() -> int:

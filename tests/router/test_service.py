@@ -13,6 +13,7 @@ from common.values.errors import InvalidRequest, NoReadyPair, RequestCancelled
 from common.values.hashing import block_hashes, hash_root
 from common.values.ids import RequestId, WorkerRef
 from common.values.messages import Cancel, Drain, Prefill, Reserve, Role, WorkerState
+from common.values.request import NO_ADAPTER, Adapter
 from router.core.generation import Accepted, Failed, Finished, GenerationEvent, GenerationRequest, Tokens
 from router.front.service_protocol import GenerationService, RankView
 from router.service import RouterService
@@ -146,6 +147,25 @@ async def test_the_index_steers_and_the_salt_separates() -> None:
         assert isinstance(accepted, Accepted)
         assert (accepted.prefill_worker_id, accepted.num_cached_tokens) == ("p1", 63)
         other = (await run(service, request("other", num_tokens=64)))[0]
+        assert isinstance(other, Accepted)
+        assert other.num_cached_tokens == 0
+
+
+async def test_the_index_tells_adapters_apart() -> None:
+    """Of the same tokens what was computed with the base weights is no adapter's, nor the other way round."""
+    index, adapter = InMemoryIndex(), Adapter("d" * 64, "/adapter")
+    async with grpc_workers(index, "p0", "p1", "d0") as workers, running_service(index) as service:
+        await until(lambda: len(service.state().workers) == 3)
+        spec = request(num_tokens=64)
+        for worker_id, digest in (("p0", ""), ("p1", adapter.digest)):
+            root = hash_root(dict(FINGERPRINT.fields), BLOCK_SIZE, b"", digest)
+            hashes = block_hashes(spec.token_ids, BLOCK_SIZE, root)
+            index.writer(workers[worker_id].info.ref).publish(hashes, ())
+        for number, (worker_id, wanted) in enumerate((("p0", NO_ADAPTER), ("p1", adapter))):
+            accepted = (await run(service, request(str(number), num_tokens=64, adapter=wanted)))[0]
+            assert isinstance(accepted, Accepted)
+            assert (accepted.prefill_worker_id, accepted.num_cached_tokens) == (worker_id, 63)
+        other = (await run(service, request("other", num_tokens=64, adapter=Adapter("e" * 64, "/other"))))[0]
         assert isinstance(other, Accepted)
         assert other.num_cached_tokens == 0
 
