@@ -98,12 +98,14 @@ class AdapterDoor:
     async def _load(self, adapter: Adapter) -> None:
         try:
             loaded = await asyncio.to_thread(self._adapters.load, adapter)
-        except CheckpointError as error:
+        except Exception as error:  # the edge of files and devices: what waits here is answered whatever happens
+            # Of others the type alone: a message of torch's may hold tensor contents.
+            reason = str(error) if isinstance(error, CheckpointError) else type(error).__name__
             self._metrics.inc("pdserve_adapter_loads", outcome="failed")
-            get_logger().error("adapter_refused", path=adapter.path, reason=str(error))
+            get_logger().error("adapter_refused", path=adapter.path, reason=reason)
             for router_id, message in self._held.pop(adapter.digest):
                 if not isinstance(message, Cancel):
-                    self._refuse(router_id, _refused(message, f"adapter: {error}", is_retryable=False))
+                    self._refuse(router_id, _refused(message, f"adapter: {reason}", is_retryable=False))
             return
         self._adapters.add(adapter.digest, loaded)
         self._metrics.inc("pdserve_adapter_loads", outcome="loaded")

@@ -127,6 +127,21 @@ async def test_files_that_changed_refuse_the_work_for_good_and_by_its_try(rig: R
     assert not rig.passed
 
 
+async def test_whatever_fails_while_one_is_read_its_work_is_refused_and_its_room_is_free(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(_: Adapter) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.adapters, "load", load)
+        for number in range(3):
+            rig.door.on_message(A, reserve(str(number), rig.known[number % 2]))
+        await rig.settled(lambda: len(rig.refused) == 3)
+    assert {(each.is_retryable, each.reason) for each in rig.refused} == {(False, "adapter: OutOfMemoryError")}
+    await rig.used(0, 1)
+
+
 async def test_ranks_take_no_adapters(tmp_path: Path) -> None:
     rig = Rig(write_tiny_model(tmp_path / "tiny"), tmp_path / "adapters", max_loras=0)
     rig.door.on_message(A, reserve("r", rig.known[0]))
