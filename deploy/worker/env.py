@@ -29,10 +29,13 @@ def num_cores() -> int:
 
 
 def gpu_names(root: Path = Path("/")) -> list[str]:
-    """The NVIDIA GPUs that a worker may use, as CUDA_VISIBLE_DEVICES names them; `root` is for tests."""
+    """The NVIDIA GPUs that a worker may use, as CUDA_VISIBLE_DEVICES names them; `root` is for tests.
+
+    CUDA counts those that it finds: in a container that was given /dev/nvidia3 alone, that one is its number 0.
+    """
     if (shown := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name.strip() for name in shown.split(",") if name.strip() not in ("", "-1")]
-    return sorted((path.name.removeprefix("nvidia") for path in root.glob("dev/nvidia[0-9]*")), key=int)
+    return [str(number) for number, _ in enumerate(root.glob("dev/nvidia[0-9]*"))]
 
 
 def gpu_of(config: ClusterConfig, role: Role, worker_id: str, gpus: Sequence[str]) -> str | None:

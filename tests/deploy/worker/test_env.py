@@ -50,7 +50,7 @@ def test_the_gpus_of_a_machine_are_those_that_are_shown_or_all(tmp_path: Path, m
     for name in ("nvidia10", "nvidia2", "nvidia0", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_names(tmp_path) == ["0", "2", "10"]
+    assert gpu_names(tmp_path) == ["0", "1", "2"], "CUDA counts what the container was given"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-8c")
     assert gpu_names(tmp_path) == ["3", "GPU-8c"]
     for hidden in ("", "-1"):
