@@ -4,6 +4,8 @@ Workers need not be told: work names its adapter, and they read it when it first
 """
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from common.cluster.adapters import AdapterRecord, AdapterStore
 from common.cluster.redis import wait_for_event
@@ -20,34 +22,35 @@ class SharedAdapters:
         self._store = store
         self._adapters = adapters
         self._num_changes = 0
+        self._num_changing = 0  # changes that Redis has not confirmed
         self._is_closing = asyncio.Event()
 
     async def load(self, name: str, path: str) -> ServedAdapter:
         """Serve an adapter, here at once and everywhere within a second or so. Raises InvalidRequest."""
         served = await asyncio.to_thread(self._adapters.read, name, path)
+        is_new = self._adapters.get(name) is None
         self._adapters.add(served)
-        self._num_changes += 1
         adapter = served.adapter
-        try:
-            await self._store.put(name, AdapterRecord(adapter.digest, adapter.path, served.created_s))
-        except BaseException:
-            self._adapters.remove(name)
-            raise
-        self._num_changes += 1
+        with self._changing():
+            try:
+                await self._store.put(name, AdapterRecord(adapter.digest, adapter.path, served.created_s))
+            except BaseException:
+                if is_new and self._adapters.get(name) is served:
+                    self._adapters.remove(name)
+                raise
         return served
 
     async def unload(self, name: str) -> None:
         """Take no more requests for it; those in flight go on. Raises InvalidRequest."""
         served = self._adapters.get(name)
         self._adapters.remove(name)
-        self._num_changes += 1
-        try:
-            await self._store.remove(name)
-        except BaseException:
-            if served is not None:
-                self._adapters.add(served)
-            raise
-        self._num_changes += 1
+        with self._changing():
+            try:
+                await self._store.remove(name)
+            except BaseException:
+                if served is not None:
+                    self._adapters.add(served)
+                raise
 
     async def run(self) -> None:
         """Follow what other routers are told, until `stop`."""
@@ -59,11 +62,22 @@ class SharedAdapters:
         """One look. Without Redis what is known stays."""
         num_changes = self._num_changes
         found = await self._store.all()
-        if found is not None and num_changes == self._num_changes:  # else what was read may be older
+        is_older = self._num_changing or num_changes != self._num_changes  # or may be
+        if found is not None and not is_older:
             self._adapters.replace_others({name: _served(name, record) for name, record in found.items()})
 
     def stop(self) -> None:
         self._is_closing.set()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """What is read of Redis meanwhile does not count."""
+        self._num_changing += 1
+        try:
+            yield
+        finally:
+            self._num_changing -= 1
+            self._num_changes += 1
 
 
 def _served(name: str, record: AdapterRecord) -> ServedAdapter:

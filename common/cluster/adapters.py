@@ -6,6 +6,7 @@ It lives on without routers: one that starts later serves them too.
 """
 
 import asyncio
+from typing import Annotated
 
 import msgspec
 
@@ -19,7 +20,7 @@ MAX_RECORD_BYTES = 1 << 14
 class AdapterRecord(msgspec.Struct, frozen=True):
     """`created_s`: Unix time."""
 
-    digest: str
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # an empty one would mean the model itself
     path: str
     created_s: int
 

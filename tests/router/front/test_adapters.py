@@ -1,5 +1,6 @@
 """LoRA adapters as models of the API: named, listed, loaded, unloaded, refused; what the service is asked for."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import CheckpointError, ModelSpec, open_checkpoint
-from common.cluster.adapters import AdapterStore
+from common.cluster.adapters import AdapterRecord, AdapterStore
 from common.values.config import RouterSettings
 from common.values.errors import InvalidRequest, PdserveError
 from common.values.request import NO_ADAPTER
@@ -133,5 +134,42 @@ async def test_without_redis_nothing_changes(spec: ModelSpec, folder: Path) -> N
     adapters.add(adapters.read("b", str(folder / "b")))
     with pytest.raises(PdserveError, match="Redis"):
         await shared.unload("b")
-    assert adapters.get("b") is not None
+    with pytest.raises(PdserveError, match="Redis"):
+        await shared.load("b", str(folder / "b"))
+    assert adapters.get("b") is not None, "it was served before"
     await store.close()
+
+
+async def test_what_was_read_of_redis_during_a_change_does_not_count(spec: ModelSpec, folder: Path) -> None:
+    adapters, is_written = ServedAdapters(spec, "tiny"), asyncio.Event()
+
+    class SlowStore(AdapterStore):
+        async def all(self) -> dict[str, AdapterRecord] | None:
+            return {}
+
+        async def put(self, name: str, record: AdapterRecord) -> None:
+            await is_written.wait()
+
+    store = SlowStore("redis://127.0.0.1:1", "ns")
+    shared = SharedAdapters(store, adapters)
+    loading = asyncio.create_task(shared.load("b", str(folder / "b")))
+    async with asyncio.timeout(30):
+        while adapters.get("b") is None:  # noqa: ASYNC110 - looks at a state that has no event
+            await asyncio.sleep(0.005)
+    await shared.follow()
+    assert adapters.get("b") is not None
+    is_written.set()
+    await loading
+    await shared.follow()
+    assert adapters.get("b") is None, "what stands in Redis after a change counts"
+    await store.close()
+
+
+async def test_a_record_without_a_digest_names_no_adapter(tmp_path: Path) -> None:
+    with redis_box(binaries()[0], tmp_path) as box:
+        store = AdapterStore(box.url_through(box.port), "ns")
+        await store.put("good", AdapterRecord("d" * 64, "/a", 1))
+        for digest in ("", "d" * 63, "D" * 64):
+            await store.put(f"bad{len(digest)}", AdapterRecord(digest, "/a", 1))
+        assert list(await store.all() or ()) == ["good"]
+        await store.close()
