@@ -22,8 +22,8 @@ Candidates = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """Tokens as a chain from the last to the first, shared by beams with the same beginning. `row`: what its last token
-    was chosen from."""
+    """Tokens as a chain from the last to the first, shared by beams with the same beginning. `row`: of what its last
+    token was chosen from, as many as the client is told; a long search keeps them all."""
 
     score: float
     num_tokens: int = 0
@@ -37,8 +37,7 @@ class Beam:
         beam: Beam | None = self
         while beam is not None and beam.num_tokens:
             token_id, logprob = beam.token
-            top = tuple(beam.row[: num_logprobs or 0])
-            tokens.append(SampledToken(token_id, None if num_logprobs is None else logprob, top))
+            tokens.append(SampledToken(token_id, None if num_logprobs is None else logprob, tuple(beam.row)))
             beam = beam.parent
         return tuple(reversed(tokens))
 
@@ -86,9 +85,11 @@ class BeamSearch:
 
     def _continued(self, candidates: Sequence[Candidates]) -> list[tuple[int, Beam]]:
         """(index of the beam, the beam with one more token) of every candidate."""
+        num_told = self._params.num_logprobs or 0  # of candidates, whose number the client's stop tokens multiply
         return [
-            (idx, Beam(beam.score + pair[1], beam.num_tokens + 1, pair, row, beam))
+            (idx, Beam(beam.score + pair[1], beam.num_tokens + 1, pair, told, beam))
             for idx, (beam, row) in enumerate(zip(self._running, candidates, strict=True))
+            for told in [row[:num_told]]
             for pair in row[: self._params.num_candidates]
         ]
 

@@ -13,6 +13,7 @@ from common.engine.scheduling.block_tables import PoolGroup
 from common.values.config import ModelConfig, WorkerConfig
 from common.values.messages import AttemptFailed, Refused
 from common.values.request import EarlyStopping, FinishReason, SamplingParams
+from decode_worker.beam_search import Beam, BeamSearch
 from tests.common.engine.served import Served
 from tests.decode_worker.harness import Bench, job
 from tests.tiny_model import FAMILIES, write_tiny_model
@@ -129,6 +130,21 @@ def test_winners_end_as_their_last_token_says_and_have_the_logprobs_that_are_ask
     for end in ends:
         is_stop = end.token.token_id in PARAMS.stop_token_ids
         assert end.finish_reason is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 2])
+def test_a_search_keeps_no_more_of_its_candidates_than_the_client_is_told(num_logprobs: int | None) -> None:
+    """Their number grows with the client's own stop tokens, and a beam is as long as the context."""
+    stops = tuple(range(1000, 1064))
+    search = BeamSearch(replace(PARAMS, max_tokens=100, stop_token_ids=stops, num_logprobs=num_logprobs))
+    row = [(token_id, -float(token_id)) for token_id in range(search._params.num_candidates)]
+    steps = search.advance([row])
+    for _ in range(20):
+        steps = search.advance([row for _ in steps])
+    beam: Beam | None = search._running[0]
+    while beam is not None:
+        assert len(beam.row) == (num_logprobs or 0 if beam.num_tokens else 0)
+        beam = beam.parent
 
 
 def test_nothing_is_told_before_the_search_ends_and_a_cancel_frees_all_beams(loaded: LoadedModel) -> None:
