@@ -30,10 +30,9 @@ class SharedAdapters:
         served = await asyncio.to_thread(self._adapters.read, name, path)
         is_new = self._adapters.get(name) is None
         self._adapters.add(served)
-        adapter = served.adapter
         with self._changing():
             try:
-                await self._store.put(name, AdapterRecord(adapter.digest, adapter.path, served.created_s))
+                await self._store.put(name, _record(served))
             except BaseException:
                 if is_new and self._adapters.get(name) is served:
                     self._adapters.remove(name)
@@ -59,12 +58,22 @@ class SharedAdapters:
             await wait_for_event(self._is_closing, INTERVAL_S)
 
     async def follow(self) -> None:
-        """One look. Without Redis what is known stays."""
+        """One look. Without Redis what is known stays, and is said again to one that has lost it."""
         num_changes = self._num_changes
         found = await self._store.all()
         is_older = self._num_changing or num_changes != self._num_changes  # or may be
-        if found is not None and not is_older:
-            self._adapters.replace_others({name: _served(name, record) for name, record in found.items()})
+        if found is None or is_older:
+            return
+        served = {name: _served(name, record) for name, record in found.by_name.items()}
+        if not found.is_whole:
+            lost = {
+                each.name: each for each in self._adapters.all if not each.is_configured and each.name not in served
+            }
+            served |= lost
+            await self._store.restore({name: _record(each) for name, each in lost.items()})
+            if self._num_changing or num_changes != self._num_changes:
+                return
+        self._adapters.replace_others(served)
 
     def stop(self) -> None:
         self._is_closing.set()
@@ -78,6 +87,10 @@ class SharedAdapters:
         finally:
             self._num_changing -= 1
             self._num_changes += 1
+
+
+def _record(served: ServedAdapter) -> AdapterRecord:
+    return AdapterRecord(served.adapter.digest, served.adapter.path, served.created_s)
 
 
 def _served(name: str, record: AdapterRecord) -> ServedAdapter:

@@ -1,12 +1,16 @@
 """LoRA adapters that were loaded while the cluster serves, shared in Redis between its routers.
 
-    {namespace}:adapters  hash  name -> digest, path and when it was loaded, as JSON
+    {namespace}:adapters  hash  name -> digest, path and when it was loaded, as JSON; "" -> a mark
 
-It lives on without routers: one that starts later serves them too.
+It lives on without routers: one that starts later serves them too. Where the mark is missing Redis is new, or has lost
+what it held: then nothing has been unloaded, and routers say again what they know.
 """
 
 import asyncio
-from typing import Annotated
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,6 +19,7 @@ from common.values.errors import PdserveError
 
 TIMEOUT_S = 0.5
 MAX_RECORD_BYTES = 1 << 14
+_MARK = ""  # the name of no adapter
 
 
 class AdapterRecord(msgspec.Struct, frozen=True):
@@ -25,6 +30,14 @@ class AdapterRecord(msgspec.Struct, frozen=True):
     created_s: int
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterRecords:
+    """`is_whole` False: others may have been there, and are not by accident."""
+
+    by_name: Mapping[str, AdapterRecord]
+    is_whole: bool
+
+
 class AdapterStore:
     """One process's access. Owns its connections; close it."""
 
@@ -32,8 +45,8 @@ class AdapterStore:
         self._redis = connect(redis_url, TIMEOUT_S, max_connections=2)
         self._key = f"{namespace}:adapters"
 
-    async def all(self) -> dict[str, AdapterRecord] | None:
-        """By name; None when Redis is away. What is no record of ours is left out."""
+    async def all(self) -> AdapterRecords | None:
+        """None when Redis is away. What is no record of ours is left out."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 found = await self._redis.hgetall(self._key)
@@ -46,7 +59,7 @@ class AdapterStore:
                 records[name.decode()] = msgspec.json.decode(value[:MAX_RECORD_BYTES], type=AdapterRecord)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
-        return records
+        return AdapterRecords(records, _MARK.encode() in found)
 
     async def put(self, name: str, record: AdapterRecord) -> None:
         """Raises PdserveError when Redis is away."""
@@ -55,6 +68,13 @@ class AdapterStore:
                 await self._redis.hset(self._key, name, msgspec.json.encode(record))
         except REDIS_ERRORS as error:
             raise PdserveError("Redis cannot be reached: the adapters are as they were") from error
+
+    async def restore(self, records: Mapping[str, AdapterRecord]) -> None:
+        """Make it whole with these. Without Redis nothing happens."""
+        content: dict[Any, Any] = {name: msgspec.json.encode(record) for name, record in records.items()}
+        with contextlib.suppress(*REDIS_ERRORS):
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._redis.hset(self._key, mapping={**content, _MARK: b"1"})
 
     async def remove(self, name: str) -> None:
         """Raises PdserveError when Redis is away."""

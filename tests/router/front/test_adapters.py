@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import CheckpointError, ModelSpec, open_checkpoint
-from common.cluster.adapters import AdapterRecord, AdapterStore
+from common.cluster.adapters import AdapterRecord, AdapterRecords, AdapterStore
+from common.cluster.redis import connect
 from common.values.config import RouterSettings
 from common.values.errors import InvalidRequest, PdserveError
 from common.values.request import NO_ADAPTER
@@ -124,6 +125,36 @@ async def test_what_one_router_loads_all_serve_and_unload(spec: ModelSpec, folde
             await store.close()
 
 
+async def test_a_redis_that_lost_everything_hears_it_again_and_what_was_unloaded_stays_so(
+    spec: ModelSpec, folder: Path, tmp_path: Path
+) -> None:
+    with redis_box(binaries()[0], tmp_path) as box:
+        url = box.url_through(box.port)
+        first, second = ServedAdapters(spec, "tiny"), ServedAdapters(spec, "tiny")
+        stores = [AdapterStore(url, "ns") for _ in range(2)]
+        one, other = SharedAdapters(stores[0], first), SharedAdapters(stores[1], second)
+        await one.follow()
+        for name in "ab":
+            await one.load(name, str(folder / name))
+        await other.follow()
+        await other.unload("b")
+        await one.follow()
+        redis = connect(url, 5.0)
+        await redis.flushall()
+        await one.follow()
+        await other.follow()
+        assert [[each.name for each in adapters.all] for adapters in (first, second)] == [["a"], ["a"]]
+        later = ServedAdapters(spec, "tiny")
+        await SharedAdapters(stores[0], later).follow()
+        assert later.all == first.all
+        await one.unload("a")
+        await other.follow()
+        assert second.all == (), "the last one, too, is unloaded everywhere"
+        await redis.aclose()
+        for store in stores:
+            await store.close()
+
+
 async def test_without_redis_nothing_changes(spec: ModelSpec, folder: Path) -> None:
     adapters = ServedAdapters(spec, "tiny")
     store = AdapterStore("redis://127.0.0.1:1", "ns")
@@ -144,8 +175,8 @@ async def test_what_was_read_of_redis_during_a_change_does_not_count(spec: Model
     adapters, is_written = ServedAdapters(spec, "tiny"), asyncio.Event()
 
     class SlowStore(AdapterStore):
-        async def all(self) -> dict[str, AdapterRecord] | None:
-            return {}
+        async def all(self) -> AdapterRecords | None:
+            return AdapterRecords({}, is_whole=True)
 
         async def put(self, name: str, record: AdapterRecord) -> None:
             await is_written.wait()
@@ -171,5 +202,7 @@ async def test_a_record_without_a_digest_names_no_adapter(tmp_path: Path) -> Non
         await store.put("good", AdapterRecord("d" * 64, "/a", 1))
         for digest in ("", "d" * 63, "D" * 64):
             await store.put(f"bad{len(digest)}", AdapterRecord(digest, "/a", 1))
-        assert list(await store.all() or ()) == ["good"]
+        found = await store.all()
+        assert found is not None
+        assert list(found.by_name) == ["good"]
         await store.close()
