@@ -2,7 +2,8 @@
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import msgspec
@@ -105,12 +106,13 @@ class ResponseEndpoint:
     async def _frames(self, job: _Job) -> AsyncGenerator[bytes, None]:
         """An error after the first event is one more event."""
         try:
-            async for events in self._events(job):
-                if job.num_events == 0:
-                    yield job.frame_of("response.created", job.answer)
-                    yield job.frame_of("response.in_progress", job.answer)
-                if frames := job.frames(events):
-                    yield frames
+            async with aclosing(self._events(job)) as news:  # its place is given back before this ends
+                async for events in news:
+                    if job.num_events == 0:
+                        yield job.frame_of("response.created", job.answer)
+                        yield job.frame_of("response.in_progress", job.answer)
+                    if frames := job.frames(events):
+                        yield frames
         except PdserveError as error:
             if job.num_events == 0:
                 raise
@@ -128,7 +130,7 @@ class ResponseEndpoint:
         failed = msgspec.structs.replace(job.answer, status="failed", error=ResponseError(error.code, error.message))
         return job.frame_of("response.failed", failed) + DONE
 
-    async def _events(self, job: _Job) -> AsyncIterator[list[Event]]:
+    async def _events(self, job: _Job) -> AsyncGenerator[list[Event], None]:
         """None at first: the request is placed."""
         async with self._frontend.answers.run_all([job.request]) as updates:
             async for _, update in updates:
