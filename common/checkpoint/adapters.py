@@ -7,6 +7,7 @@ such a directory may ask for is refused by its name, and so is a tensor that fit
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -101,8 +102,9 @@ def _check_config(path: Path, config: Mapping[str, Any]) -> None:
         if not isinstance(config.get(name) or {}, dict):
             raise CheckpointError(f"{where}: {name} should be an object, got {config[name]!r}")
     for name in ("r", "lora_alpha"):
-        if not isinstance(config.get(name), int | float) or config[name] <= 0:
-            raise CheckpointError(f"{where}: {name} should be a number above 0, got {config.get(name)!r}")
+        value = config.get(name)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise CheckpointError(f"{where}: {name} should be a number above 0, got {value!r}")
 
 
 def _parts(
@@ -129,6 +131,8 @@ def _parts(
         parts = _parts_of(layer, names, name)
         _check_shapes(path, layer, parts, sides["A"], sides["B"], _pattern(config, "rank_pattern", module, "r"))
         rank = sides["A"].shape[0]
+        if rank < 1:
+            raise CheckpointError(f"{path}: tensor {sides['A'].name} has rank 0")
         alpha = _pattern(config, "alpha_pattern", module, "lora_alpha")
         scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
         row = 0
@@ -171,7 +175,7 @@ def _pattern(config: Mapping[str, Any], field: str, module: str, otherwise: str)
         try:
             if re.fullmatch(rf"(.*\.)?({pattern})", module):
                 return float(value) if field == "alpha_pattern" else int(value)
-        except (re.error, TypeError, ValueError) as error:
+        except (re.error, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{CONFIG_FILE}: {field} {pattern!r}: {value!r} cannot be read: {error}") from error
     return float(config[otherwise]) if otherwise == "lora_alpha" else int(config[otherwise])
 

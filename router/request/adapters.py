@@ -62,11 +62,13 @@ class ServedAdapters:
             raise InvalidRequest(f"{name!r} is the name of the model itself", param="name")
         if self._spec is None:
             raise InvalidRequest("adapters cannot be read here", param="path")
-        directory = Path(path).expanduser().resolve()
         try:
+            directory = Path(path).expanduser().resolve()
             files = open_adapter(directory, self._spec)
         except CheckpointError as error:
             raise InvalidRequest(str(error), param="path") from error
+        except (OSError, ValueError, RuntimeError) as error:  # no path, nobody's home, not ours to read
+            raise InvalidRequest(f"path cannot be read: {type(error).__name__}", param="path") from error
         return ServedAdapter(name, Adapter(files.digest, str(directory)), int(time.time()), is_configured)
 
     def add(self, served: ServedAdapter) -> None:

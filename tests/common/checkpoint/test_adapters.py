@@ -61,7 +61,8 @@ def test_fused_projections_are_split_by_rows(tmp_path: Path) -> None:
         ("peft_type", "IA3"), ("use_dora", True), ("bias", "all"), ("modules_to_save", ["lm_head"]),
         ("fan_in_fan_out", True), ("init_lora_weights", "pissa"), ("layer_replication", [[0, 1]]),
         ("lora_bias", True), ("trainable_token_indices", [1]), ("a_field_of_tomorrow", "on"), ("r", 0),
-        ("lora_alpha", None), ("rank_pattern", [1]),
+        ("lora_alpha", None), ("lora_alpha", float("nan")), ("r", float("inf")), ("rank_pattern", [1]),
+        ("rank_pattern", {".*": float("inf")}),
     ],
 )  # fmt: skip
 def test_what_is_more_than_a_plain_adapter_is_refused_by_the_fields_name(

@@ -82,6 +82,13 @@ def test_names_that_cannot_be_told_apart_are_refused(spec: ModelSpec, folder: Pa
         ServedAdapters(spec, "tiny").read(name, str(folder / "a"))
 
 
+@pytest.mark.parametrize("path", ["/\0", "~nobody-of-that-name/x", "/" + "x" * 5000, "", "/dev/null", "\ud800"])
+def test_what_is_no_path_of_an_adapter_is_refused(spec: ModelSpec, path: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ServedAdapters(spec, "tiny").read("a", path)
+    assert caught.value.param == "path"
+
+
 def test_another_adapter_cannot_take_a_name_and_their_number_is_bounded(
     spec: ModelSpec, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
