@@ -18,6 +18,7 @@ from common.values.errors import PdserveError
 from common.values.request import FinishReason, SampledToken
 from router.core.generation import Failed
 from router.front.http.responses import ResponseEndpoint
+from router.front.openai.items.answers import MessageOutput
 from router.front.openai.items.messages import messages_of
 from router.front.openai.items.render import ItemWriter
 from router.request.dialect import Dialect
@@ -313,6 +314,16 @@ async def test_a_client_that_leaves_ends_its_request() -> None:
                 await rig.client.post(PATH, json={"input": "Hi", "stream": stream}, timeout=0.5)
             await in_flight(rig.frontend, 0)
     assert len(service.cancelled) == 2
+
+
+def test_the_space_that_a_message_begins_with_keeps_its_logprobs() -> None:
+    writer = ItemWriter("x", 0, TokenTexts(byte_tokenizer()))
+    for word in (" ", " ", "Hi"):
+        writer.push(ChoiceDelta(0, (SampledToken(ord(word[0]), -1.0),), word))
+    writer.push(ChoiceDelta(0, (), "", ChoiceEnd(FinishReason.STOP, 3)))
+    (item,) = writer._items
+    assert isinstance(item, MessageOutput)
+    assert (item.content[0].text, len(item.content[0].logprobs)) == ("  Hi", 3)
 
 
 def test_any_cutting_of_the_text_gives_the_same_items() -> None:

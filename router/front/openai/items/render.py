@@ -46,6 +46,7 @@ class ItemWriter:
         self._parts: list[str] = []  # of the item that is open
         self._logprobs: list[TokenLogprob] = []
         self._space = ""  # with which no message has begun: most often the space between a thought and a call
+        self._space_logprobs: list[TokenLogprob] = []
         self._end: ChoiceEnd | None = None
         self._num_reasoning_tokens = 0
 
@@ -87,13 +88,14 @@ class ItemWriter:
     def _text(self, delta: ChoiceDelta) -> list[Event]:
         events: list[Event] = []
         text = self._space + delta.text
+        self._space_logprobs += self._logprobs_of(delta)
         if not (self._is_open and isinstance(self._items[-1], MessageOutput)):
             if text.isspace():
                 self._space = text
                 return []
             events += self._begin_message()
         self._space = ""
-        logprobs = self._logprobs_of(delta)
+        logprobs, self._space_logprobs = self._space_logprobs, []
         self._parts.append(text)
         self._logprobs += logprobs
         return [*events, self._event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)]
