@@ -137,8 +137,13 @@ def _own_sockets() -> Iterator[socket.socket]:
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            duplicate = socket.socket(fileno=os.dup(int(name)))
+            descriptor = os.dup(int(name))
         except OSError:  # closed meanwhile
+            continue
+        try:
+            duplicate = socket.socket(fileno=descriptor)
+        except OSError:  # closed meanwhile, and its number is a file's now
+            os.close(descriptor)
             continue
         if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
             yield duplicate

@@ -1,10 +1,12 @@
 """Ports that torch and gloo listen on keep no stranger for long, and take none when no link is being made."""
 
+import os
 import random
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch
 from kvtransfer.links.build import build_link
 from kvtransfer.links.ports import connections, listeners, num_bytes_received
 from kvtransfer.links.rendezvous import RendezvousStore, join_rendezvous
-from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, new_prefix, plan, receive, send, strangers_at
+from tests.kvtransfer.links.link_tools import HOST, TIMEOUT_S, new_prefix, num_fds, plan, receive, send, strangers_at
 from tests.waiting import until
 
 
@@ -117,6 +119,16 @@ async def test_a_link_that_stands_takes_nobody_and_strangers_that_came_before_ar
             assert end.join(TIMEOUT_S)
         await until_connected(port, 0)
     store.close()
+
+
+def test_a_number_that_became_a_files_while_it_was_looked_at_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with (tmp_path / "file").open("wb"):
+        before = num_fds()
+        monkeypatch.setattr(os, "readlink", lambda _: "socket:[1]")
+        listening_ports()
+        assert num_fds() == before
 
 
 def test_what_has_come_in_on_a_connection_is_known_before_it_is_read() -> None:
