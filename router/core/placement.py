@@ -136,7 +136,7 @@ class Placer:
             return f"is {worker.state}"
         if mismatch := self._mismatch(request, attempt, worker):
             return mismatch
-        if now_s < worker.closed_until_s:
+        if now_s < worker.closed_until_s or not worker.takes_adapter(request.spec.adapter.digest, now_s):
             return "has refused lately"
         # An idle worker is always asked: it alone knows what fits.
         num_free = worker.info.num_blocks - worker.blocks.value
@@ -147,7 +147,7 @@ class Placer:
     def _prefill_refusal(self, request: Request, worker: Worker, decode: Worker, now_s: float) -> str:
         if worker not in self._partners(request, decode):
             return "does not pair or is not the one asked for" if worker.is_ready else f"is {worker.state}"
-        if now_s < worker.closed_until_s:
+        if now_s < worker.closed_until_s or not worker.takes_adapter(request.spec.adapter.digest, now_s):
             return "has refused lately"
         return ""
 

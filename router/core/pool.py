@@ -4,7 +4,7 @@ Owns the workers and when each is to be looked at again. Knows no request.
 """
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from common.cores.deadlines import Deadlines
 from common.values.ids import AttemptId, WorkerRef
@@ -15,9 +15,10 @@ from router.core.workers import Worker
 
 
 class _Timer(NamedTuple):
-    """silence: a worker may have said nothing for too long. closed: one that refused may be asked again."""
+    """silence: a worker may have said nothing for too long. closed: one that refused may be asked again. Or "adapter"
+    and a digest: it may be asked for that adapter again."""
 
-    kind: Literal["silence", "closed"]
+    kind: str
     of: WorkerRef
 
 
@@ -90,7 +91,10 @@ class WorkerPool:
     def remove(self, ref: WorkerRef) -> Worker | None:
         self._timers.discard(_Timer("silence", ref))
         self._timers.discard(_Timer("closed", ref))
-        return self._workers.pop(ref, None)
+        worker = self._workers.pop(ref, None)
+        for digest in worker.adapter_pauses if worker is not None else ():
+            self._timers.discard(_Timer(f"adapter {digest}", ref))
+        return worker
 
     def note_listed(self, refs: frozenset[WorkerRef]) -> None:
         """A life that no client connects to does not come back."""
@@ -109,8 +113,19 @@ class WorkerPool:
         worker.refused(attempt_id, now_s)
         self._timers.set(_Timer("closed", worker.ref), worker.closed_until_s)
 
-    def try_again(self, worker: Worker, now_s: float) -> None:
+    def refused_adapter(self, worker: Worker, digest: str, now_s: float) -> None:
+        """As `refused`, of work with an adapter: no more such work until its pause is over."""
+        worker.refused_adapter(digest, now_s)
+        self._timers.set(_Timer(f"adapter {digest}", worker.ref), worker.adapter_pauses[digest])
+
+    def is_adapter_paused(self, digest: str) -> bool:
+        """Some worker had no room for it, and has taken none of its work since."""
+        return any(digest in worker.adapter_pauses for worker in self._workers.values())
+
+    def try_again(self, worker: Worker, adapter: str, now_s: float) -> None:
         """Something is sent to the worker: after refusals one at a time, until it has taken something."""
+        if adapter in worker.adapter_pauses:
+            self.refused_adapter(worker, adapter, now_s)
         if worker.num_refusals:
             worker.close(now_s)
             self._timers.set(_Timer("closed", worker.ref), worker.closed_until_s)

@@ -166,6 +166,13 @@ class Requests:
         if (worker := self.holder(ref, attempt)) is not None:
             self.pool.refused(worker, attempt.attempt_id, self.now_s)
 
+    def refused(self, worker: Worker, request: Request, attempt: RouterAttempt) -> None:
+        """It has no room for the attempt. One whose adapter finds no place holds up nobody else."""
+        if adapter := request.spec.adapter.digest:
+            self.pool.refused_adapter(worker, adapter, self.now_s)
+        else:
+            self.back_off(worker.ref, attempt)
+
     def check_hit(self, attempt: RouterAttempt, worker: Worker, num_cached_tokens: int) -> None:
         """Note it when the index promised more than the worker has."""
         promised = attempt.promised(worker.ref)

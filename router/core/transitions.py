@@ -139,7 +139,7 @@ def place_waiting(requests: Requests) -> None:
 def _reserve(requests: Requests, step: Reservation) -> None:
     request, attempt, worker, now_s = step.request, step.attempt, step.worker, requests.now_s
     requests.move(request, attempt, AttemptPhase.RESERVING)
-    requests.pool.try_again(worker, now_s)
+    requests.pool.try_again(worker, request.spec.adapter.digest, now_s)
     request.note_decisions(step.decisions)
     attempt.decode, attempt.fingerprint = worker.ref, worker.info.fingerprint
     num_missing = attempt.num_missing(worker.ref)
@@ -155,7 +155,7 @@ def _start_prefill(requests: Requests, step: PrefillStart) -> None:
     decode = requests.pool.get(attempt.decode)
     assert decode is not None, f"{attempt.attempt_id} is granted by a lost worker"
     requests.move(request, attempt, AttemptPhase.PREFILLING)
-    requests.pool.try_again(worker, now_s)
+    requests.pool.try_again(worker, request.spec.adapter.digest, now_s)
     request.note_decisions((step.decision,))
     attempt.prefill, attempt.prefill_try = worker.ref, attempt.prefill_try + 1
     decode.tokens_placed(attempt.attempt_id)
@@ -178,7 +178,7 @@ def grant(requests: Requests, on: Placed, message: Granted) -> None:
     if not 0 <= message.first_missing_token < len(on.attempt.token_ids):
         requests.replay(on.request, [on.attempt], f"{on.worker.ref} granted an impossible range")
         return
-    on.worker.accepted()
+    on.worker.accepted(on.request.spec.adapter.digest)
     on.request.is_granted = True
     requests.ungranted.pop(on.request.request_id, None)
     requests.check_hit(on.attempt, on.worker, message.first_missing_token)
@@ -198,7 +198,7 @@ def decode_refused(requests: Requests, on: Placed, message: Refused) -> None:
     if not message.is_retryable:
         requests.fail(on.request, InvalidRequest(message.reason))
         return
-    requests.back_off(on.worker.ref, on.attempt)
+    requests.refused(on.worker, on.request, on.attempt)
     requests.release(on.worker.ref, on.attempt)
     renewed = on.request.renew(on.attempt)
     requests.end_attempt(on.request, on.attempt, f"refused: {message.reason}")
@@ -298,7 +298,7 @@ def scored_there(requests: Requests, on: Placed, message: PromptScored) -> None:
 def first_tokens(requests: Requests, on: Placed, message: FirstTokens) -> None:
     if is_too_early(requests, on, message):
         return
-    on.worker.accepted()
+    on.worker.accepted(on.request.spec.adapter.digest)
     requests.waiting.wake()
     if on.attempt.attempt_id in on.worker.shares:
         on.worker.tokens_computed(on.attempt.attempt_id)
@@ -324,7 +324,7 @@ def prefill_refused(requests: Requests, on: Placed, message: Refused) -> None:
     if not message.is_retryable:
         requests.fail(on.request, InvalidRequest(message.reason))
         return
-    requests.back_off(on.worker.ref, on.attempt)
+    requests.refused(on.worker, on.request, on.attempt)
     requests.release(on.worker.ref, on.attempt)
     requests.await_prefill(on.request, on.attempt)
 

@@ -90,6 +90,7 @@ class Waiting:
     """Who waits, for a decode worker or, granted by one, for a prefill worker."""
 
     def __init__(self, pool: WorkerPool, limits: RouterLimits) -> None:
+        self._pool = pool
         self.shares = FairShares()
         self.queued = AttemptQueue(self.shares)
         self.granted = AttemptQueue(self.shares)
@@ -121,7 +122,8 @@ class Waiting:
     def steps(self, tenants: Collection[str], now_s: float) -> Iterator[Step]:
         """What can be done, in order; each is to be done before the next is asked for. `tenants` have live requests.
 
-        A request that lacks room holds back those behind it, unless it waits for a worker that it named.
+        A request that lacks room holds back those behind it, unless it waits for a worker that it named, or for an
+        adapter's place.
         """
         self.is_awake = False
         self.shares.begin(tenants)  # before any turn is taken
@@ -133,7 +135,8 @@ class Waiting:
             if is_blocked and not is_pinned:
                 continue
             step = self._decode_step(request, attempt, now_s)
-            is_blocked |= isinstance(step, StillWaits) and step.has_pair and not is_pinned
+            is_apart = is_pinned or self._pool.is_adapter_paused(request.spec.adapter.digest)
+            is_blocked |= isinstance(step, StillWaits) and step.has_pair and not is_apart
             yield step
 
     def _prefill_step(self, request: Request, attempt: RouterAttempt, now_s: float) -> Step:

@@ -8,6 +8,7 @@ from common.values.messages import Role, WorkerInfo, WorkerState, WorkerStats
 from router.core.events import PrefixKey
 
 FIRST_BACKOFF_S = 0.1
+ADAPTER_PAUSE_S = 0.5
 MAX_BACKOFF_S = 2.0
 
 
@@ -60,6 +61,7 @@ class Worker:
     num_refusals: int = 0  # since it last took something
     refused_s: float = float("-inf")  # when it last did
     closed_until_s: float = 0.0  # no new work before
+    adapter_pauses: dict[str, float] = field(default_factory=dict)  # digest of what it had no room for -> when to ask
     last_chosen: int = 0  # ordinal of the router's decision
     recent_placements: float = 0.0  # decays, see policy.decayed
     recent_at_s: float = 0.0
@@ -131,8 +133,8 @@ class Worker:
             self.stats = replace(self.stats, state=stats.state)
             return
         self.reported_s = now_s
-        if self.num_refusals and _has_more_room(stats, self.stats):
-            self.closed_until_s = 0.0
+        if (self.num_refusals or self.adapter_pauses) and _has_more_room(stats, self.stats):
+            self.reopen()
         self.stats = stats
         self.tokens.report(stats.num_waiting_uncached_tokens)
         self.blocks.report(stats.kv_blocks_used + stats.kv_blocks_held)
@@ -156,8 +158,18 @@ class Worker:
     def reopen(self) -> None:
         """Something has ended there: it may have room again."""
         self.closed_until_s = 0.0
+        self.adapter_pauses = dict.fromkeys(self.adapter_pauses, 0.0)
 
-    def accepted(self) -> None:
+    def refused_adapter(self, digest: str, now_s: float) -> None:
+        """It had no room for work with an adapter, perhaps for nothing but the adapter: other work goes on."""
+        self.adapter_pauses[digest] = now_s + ADAPTER_PAUSE_S
+
+    def takes_adapter(self, digest: str, now_s: float) -> bool:
+        return now_s >= self.adapter_pauses.get(digest, 0.0)
+
+    def accepted(self, adapter: str = "") -> None:
+        """It has taken work with the adapter of that digest; "" = without one."""
+        self.adapter_pauses.pop(adapter, None)
         self.num_refusals = 0
         self.closed_until_s = 0.0
 

@@ -14,7 +14,7 @@ from common.values.messages import (
     TokenBatch,
     TransferFailed,
 )
-from common.values.request import FinishReason
+from common.values.request import Adapter, FinishReason
 from router.core.events import DropWorker, Lost, NoteRetry, WorkerMessageReceived
 from router.core.generation import Finished
 from router.core.router_limits import RouterLimits
@@ -47,6 +47,31 @@ def test_final_refusal_by_prefill_is_the_clients_error_and_frees_the_grant() -> 
     assert driver.take("d0") == [Cancel(attempt_id)]
     assert driver.token_ids() == []
     driver.assert_nothing_left()
+
+
+def test_an_adapter_that_finds_no_place_holds_up_nobody_else_and_is_asked_for_again() -> None:
+    """One at a time: of many requests that wait for it one asks, until it has been taken."""
+    driver = Driver("p0", "d0")
+    for name in ("x1", "x2"):
+        driver.submit(request(name, adapter=Adapter("e" * 64, "/adapter")))
+    asked = [message for message in driver.take("d0") if isinstance(message, Reserve)]
+    assert len(asked) == 2
+    for second in range(5):
+        for message in asked:
+            driver.say("d0", Refused(message.work.attempt_id, "no room for an adapter", is_retryable=True))
+        driver.submit(request(f"base{second}"))
+        attempt_id = driver.grant("d0")
+        assert [message for message in driver.take("p0") if isinstance(message, Prefill)]
+        driver.say("p0", Refused(attempt_id, "too long", is_retryable=False, prefill_try=0))
+        assert driver.has_ended(f"base{second}")
+        driver.take("d0")
+        driver.advance(0.6)
+        asked = [message for message in driver.take("d0") if isinstance(message, Reserve)]
+        assert len(asked) == 1
+    driver.say("d0", Granted(asked[0].work.attempt_id, 0, is_local=False))
+    (other,) = driver.take("d0")
+    assert isinstance(other, Reserve)
+    assert other.work.adapter
 
 
 def test_full_decode_worker_is_passed_over_for_another() -> None:
