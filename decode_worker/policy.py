@@ -17,6 +17,7 @@ class DecodePolicy:
 
     1. Waiting sequences take free slots: tenants in turns, by rank within one. One without blocks (preempted) needs
        them for all of its tokens first; those that have theirs may pass it, and older ones that have them always do.
+       So may one whose parked siblings have blocks: nobody else gets those before it is computed.
     2. Every running sequence that needs one token gets it, by rank; the youngest makes room when blocks run out.
     3. What is left of the token budget goes to prefill chunks, in the same order, within what `ChunkBudget` grants.
     4. Where there is no prompt to compute, drafts are verified beside the tokens, as far as that makes it faster.
@@ -63,7 +64,8 @@ class DecodePolicy:
         for sequence in self._shares.in_turn(by_tenant(sorted(scheduler.waiting, key=_rank))):
             if len(scheduler.running) >= self._max_num_running:
                 return
-            if not sequence.block_tables and (is_short_of_blocks or _has_older(scheduler, sequence)):
+            is_behind = is_short_of_blocks or _has_older(scheduler, sequence)
+            if is_behind and not sequence.block_tables and not scheduler.is_awaited(sequence):
                 continue
             is_short_of_blocks |= not scheduler.admit(sequence)
 
@@ -103,4 +105,4 @@ def _rank(sequence: Sequence) -> tuple[int, int, int]:
 
 def _has_older(scheduler: Scheduler, sequence: Sequence) -> bool:
     """Whether it was preempted for an older one that waits with its blocks: then that one's turn comes first."""
-    return any(other.block_tables and other.rank < sequence.rank for other in scheduler.waiting)
+    return any(other.rank < sequence.rank for other in scheduler.idle_with_blocks)

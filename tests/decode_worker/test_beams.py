@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 
 from common.engine.contract.executor import StepFinished
+from common.engine.contract.plan import SequenceResult, StepResult
 from common.engine.kv.block_pool import BlockPool
 from common.engine.loading import LoadedModel, load_model
 from common.engine.scheduling.block_tables import PoolGroup
 from common.values.config import ModelConfig, WorkerConfig
+from common.values.ids import TransferId
 from common.values.messages import AttemptFailed, Refused
-from common.values.request import EarlyStopping, FinishReason, SamplingParams
+from common.values.request import EarlyStopping, FinishReason, SampledToken, SamplingParams, Work
 from decode_worker.beam_search import Beam, BeamSearch
+from kvtransfer.events import FinishAnnounced, FirstToken
 from tests.common.engine.served import Served
-from tests.decode_worker.harness import Bench, job
+from tests.decode_worker.harness import PREFILL, Bench, job
 from tests.tiny_model import FAMILIES, write_tiny_model
 from tests.transformers_beams import beams
 
@@ -105,6 +108,71 @@ def test_preempted_and_waiting_beams_win_the_same(loaded: LoadedModel, model_pat
     bench, winners = searched(loaded, PARAMS, 2, **sizes)
     assert winners == [beams(model_path, prompt, PARAMS, 2) for prompt in PROMPTS]
     assert bench.role.state.scheduler.num_preemptions > 0 or "num_blocks" not in sizes
+    assert bench.counts() == (0, 0)
+
+
+def scripted(bench: Bench) -> None:
+    """One step; of any sequence the candidates follow from its last token."""
+    assert bench.plan is not None
+    plan, bench.plan = bench.plan, None
+    rows = [
+        SequenceResult(each.sequence_id, ((candidates(each.token_ids[-1]),),))
+        for each in plan.sequences
+        if each.samples
+    ]
+    bench.handle(StepFinished(StepResult(plan.step_id, tuple(rows), 0.01)))
+
+
+def candidates(token_id: int) -> SampledToken:
+    top = tuple((4 + (7 * token_id + 3 * number) % 40, -0.1 - 0.3 * number) for number in range(8))
+    return SampledToken(*top[0], top)
+
+
+def search(name: str, num_prompt_tokens: int, max_tokens: int, num_beams: int, tenant: str = "") -> Work:
+    params = replace(PARAMS, max_tokens=max_tokens, num_beams=num_beams, stop_token_ids=(3,))
+    first = 30 * int(name)
+    return job(name, tuple(range(first, first + num_prompt_tokens)), sampling=params, tenant=tenant)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "works"),
+    [
+        (6, [search("0", 10, 11, 2, "a"), search("1", 8, 7, 2, "b")]),
+        (7, [search("0", 7, 10, 3, "a"), search("1", 9, 16, 2, "b")]),
+        (8, [search("0", 11, 16, 3, "a"), search("1", 4, 12, 2, "b")]),
+    ],
+)
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8])
+def test_no_search_waits_for_blocks_that_another_keeps_for_it(
+    num_blocks: int, works: list[Work], max_num_seqs: int
+) -> None:
+    """Too few for both, whose tenants take turns."""
+    bench = Bench(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs)
+    for work in works:
+        bench.reserve(work, local=1000)
+    while bench.plan is not None:
+        scripted(bench)
+    for work in works:
+        assert bench.finish_reason(work.attempt_id.request_id) is FinishReason.LENGTH
+    assert bench.counts() == (0, 0)
+
+
+@pytest.mark.parametrize("num_steps", range(0, 16, 3))
+def test_a_search_that_comes_while_another_is_short_of_blocks_stops_neither(num_steps: int) -> None:
+    """What is reserved is not preempted: the one that was first gives up its own blocks instead."""
+    bench = Bench(num_blocks=6, block_size=BLOCK_SIZE)
+    works = [search("0", 8, 16, 3), search("1", 10, 8, 3)]
+    bench.reserve(works[0], local=1000)
+    bench.reserve(works[1])
+    for _ in range(num_steps):
+        if bench.plan is not None:
+            scripted(bench)
+    first = FirstToken(0, candidates(5))
+    bench.handle(FinishAnnounced(PREFILL, TransferId(works[1].attempt_id, 0), 4, (first,)))
+    while bench.plan is not None:
+        scripted(bench)
+    for work in works:
+        assert bench.finish_reason(work.attempt_id.request_id) is FinishReason.LENGTH
     assert bench.counts() == (0, 0)
 
 

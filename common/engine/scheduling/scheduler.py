@@ -88,6 +88,11 @@ class Scheduler:
         return tuple(self._parked)
 
     @property
+    def idle_with_blocks(self) -> list[Sequence]:
+        """Waiting and parked ones that keep theirs."""
+        return [sequence for sequence in (*self._waiting, *self._parked) if sequence.block_tables]
+
+    @property
     def in_step(self) -> tuple[Sequence, ...]:
         """The sequences of the running step; ENDED ones included."""
         return tuple(self._in_step)
@@ -240,6 +245,10 @@ class Scheduler:
     def has_room(self) -> bool:
         return self._num_left > 0 and len(self._in_step) < self.limits.max_num_seqs
 
+    def is_awaited(self, sequence: Sequence) -> bool:
+        """Parked siblings keep blocks until it is computed."""
+        return bool(self._parked_siblings(sequence))
+
     def admit(self, sequence: Sequence) -> bool:
         """WAITING -> RUNNING; False when it has no blocks and there are too few for all of its tokens."""
         while not sequence.block_tables and not self.blocks.fill(sequence, len(self._running)):
@@ -316,14 +325,18 @@ class Scheduler:
 
     def _preempt_sibling_of(self, sequence: Sequence) -> bool:
         """A parked one waits for its siblings: none of them may wait for its blocks."""
-        siblings = [s for s in self._parked if s.block_tables and s.work is sequence.work]
+        siblings = self._parked_siblings(sequence)
         if siblings:
             self._preempt(max(siblings, key=lambda sibling: sibling.rank))
         return bool(siblings)
 
+    def _parked_siblings(self, sequence: Sequence) -> list[Sequence]:
+        return [s for s in self._parked if s.block_tables and s.work is sequence.work]
+
     def _yield_to_older(self, sequence: Sequence) -> None:
-        """With few slots an older sequence may wait for one, on the very blocks that this one lacks."""
-        if any(other.block_tables and other.rank < sequence.rank for other in self._waiting):
+        """With few slots an older sequence, or one that it is parked for, may wait for one, on the very blocks that
+        this one lacks."""
+        if any(other.rank < sequence.rank for other in self.idle_with_blocks):
             self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
