@@ -172,7 +172,7 @@ def _load(
         max_model_len=max_model_len,
         fingerprint=fingerprint_of(checkpoint, device.dtype, kv_spec, config.quantization),
         adapters=adapters,
-        cache_bytes=config.kv_cache_bytes,
+        cache_bytes=CPU_CACHE_BYTES if device.memory is None else config.kv_cache_bytes,
         shards=shards,
         others=others,
     )

@@ -12,8 +12,8 @@ from common.checkpoint import CheckpointError, open_checkpoint
 from common.engine.devices.cpu.device import CpuDevice, cpu_dtype
 from common.engine.devices.cpu.native.ops import native_ops
 from common.engine.devices.hidden_gpu import refuse_hidden_gpu
-from common.engine.loading import LoadedModel, fingerprint_of, kv_spec_of, load_model, open_device
-from common.values.config import ModelConfig, WorkerConfig
+from common.engine.loading import LoadedModel, fingerprint_of, kv_spec_of, load_model, open_device, refit
+from common.values.config import CPU_CACHE_BYTES, ModelConfig, WorkerConfig
 from tests.interpreter import import_triton_interpreted
 from tests.tiny_model import TinyModel, write_tiny_model
 
@@ -34,6 +34,14 @@ def test_the_cache_takes_as_many_blocks_as_its_bytes_hold(tmp_path: Path) -> Non
     assert loaded.cache.num_blocks == ((1 << 20) // block_bytes,)
     assert loaded.cache.nbytes <= 1 << 20
     assert load(path, num_blocks=7).cache.num_blocks == (7,)
+
+
+def test_a_role_that_states_no_cache_has_the_default_one_whatever_the_other_stated(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m")
+    small = load(path, kv_cache_bytes=1 << 20)
+    config = WorkerConfig(role="decode", worker_id="p", model=ModelConfig(path=str(path)), block_size=32)
+    again = refit(small, config)
+    assert again.cache.nbytes == CPU_CACHE_BYTES
 
 
 @pytest.mark.parametrize(
