@@ -19,6 +19,8 @@ from common.values.request import Adapter
 Message = Reserve | Prefill | Cancel
 Post = Callable[[RouterId, Message], None]
 Refuse = Callable[[RouterId, Refused], None]
+# A client hears no more: what is wrong with which files stands in the worker's log.
+_CANNOT_LOAD = "the adapter cannot be loaded; the log of the worker says why"
 
 
 class AdapterDoor:
@@ -100,12 +102,13 @@ class AdapterDoor:
             loaded = await asyncio.to_thread(self._adapters.load, adapter)
         except Exception as error:  # the edge of files and devices: what waits here is answered whatever happens
             # Of others the type alone: a message of torch's may hold tensor contents.
-            reason = str(error) if isinstance(error, CheckpointError) else type(error).__name__
+            is_bad = isinstance(error, CheckpointError)
             self._metrics.inc("pdserve_adapter_loads", outcome="failed")
+            reason = str(error) if is_bad else type(error).__name__
             get_logger().error("adapter_refused", path=adapter.path, reason=reason)
             for router_id, message in self._held.pop(adapter.digest):
                 if not isinstance(message, Cancel):
-                    self._refuse(router_id, _refused(message, f"adapter: {reason}", is_retryable=False))
+                    self._refuse(router_id, _refused(message, _CANNOT_LOAD, is_retryable=not is_bad))
             return
         self._adapters.add(adapter.digest, loaded)
         self._metrics.inc("pdserve_adapter_loads", outcome="loaded")

@@ -2,7 +2,7 @@
 
 A step that found no memory has left the device as it was: smaller ones go on. An error of a GPU (an illegal address, a
 lost device, memory with an uncorrectable error) stays with the process: every later step fails at once, so the worker
-looks idle and fast, and would draw all requests to itself. Several failures in a row are taken for such a one.
+looks idle and fast, and would draw all requests to itself. Several other failures in a row are taken for such a one.
 """
 
 from typing import Any
@@ -22,9 +22,10 @@ class Failures:
 
     def note(self, error: Exception) -> bool:
         """A step raised this. True when no later step can be expected to end otherwise."""
-        self._in_a_row += 1
         if isinstance(error, torch.OutOfMemoryError):
             _give_memory_back()
+            return False
+        self._in_a_row += 1
         return is_of_a_gpu(error) or self._in_a_row >= MAX_IN_A_ROW
 
     def forget(self) -> None:

@@ -37,6 +37,13 @@ def test_failures_in_a_row_are_final_and_a_step_that_ends_well_forgets_them() ->
     assert not failures.note(KeyError(0))
 
 
+def test_steps_without_memory_end_no_worker_however_many() -> None:
+    failures = Failures()
+    no_memory = torch.OutOfMemoryError("CUDA out of memory")
+    assert not any(failures.note(no_memory) for _ in range(2 * MAX_IN_A_ROW))
+    assert not failures.note(KeyError(0))
+
+
 def test_the_log_names_what_is_broken_in_a_device_and_nothing_of_a_request() -> None:
     said = "CUDA error: an illegal memory access was encountered"
     assert shown(torch.AcceleratorError(ILLEGAL)) == f"AcceleratorError: {said}"
