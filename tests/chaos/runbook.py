@@ -41,6 +41,15 @@ RUNBOOK: tuple[Entry, ...] = (
         "nothing; if it repeats, as above",
     ),
     Entry(
+        "a rank of a worker dies",
+        ("rank-killed",),
+        "as where a worker of its role dies: no rank goes on alone",
+        "`pdserve_request_retries`; `pdserve_workers` one less until it is replaced",
+        "router: `worker_stream_ended`, `request_retried`",
+        "the rank is silent beneath its worker, then the worker goes and comes",
+        "nothing; `pdserve status` shows the ranks and their pids",
+    ),
+    Entry(
         "a worker stands still, and goes on",
         ("prefill-frozen", "decode-frozen"),
         "a pause as long as `router.worker_silence_s`",

@@ -19,6 +19,8 @@ ALLOWED = {
     "deploy/load/bench.py": "the date of a report",
     "router/app.py": "`created` of the model's card",
     "router/front/http/generation.py": "`created` of an answer",
+    "router/front/http/responses.py": "`created_at` and `completed_at` of a response",
+    "router/request/adapters.py": "`created` of an adapter's card",
     "router/observe/otlp.py": "the end of a span, as collectors want it",
     "router/text/chat_template.py": "the date in a prompt",
 }

@@ -16,6 +16,8 @@ from tests.simkit.handoff_world import HandoffWorld
 from tests.simkit.handoff_worlds import WORLDS
 from tests.simkit.row_counts import CountedRows, counted_rows
 
+# The worlds are explored by whichever test comes first.
+pytestmark = pytest.mark.timeout(900)
 MAX_STATES = 100_000
 
 

@@ -153,6 +153,16 @@ WORKERS = (
         "Tokens per second. Nothing with speculation off.",
     ),
     Panel(
+        "Adapters",
+        "short",
+        (
+            ("pdserve_adapters_loaded" + f"{{{_WORKER}}}", "{{worker}} in memory"),
+            (rate("pdserve_adapter_loads_total", "worker, outcome", _WORKER), "{{worker}} {{outcome}} per second"),
+            ("sum by (adapter) (rate(pdserve_adapter_requests_total[$__rate_interval]))", "{{adapter}} requests/s"),
+        ),
+        "LoRA. Nothing where none is served.",
+    ),
+    Panel(
         "Tokens per sequence and step with drafts (mean)",
         "short",
         (

@@ -9,8 +9,8 @@ class LoadPhase(StrEnum):
 
     CHECKPOINT = "opening the checkpoint"
     KERNELS = "preparing the kernels"  # the first time on a machine, compiling them
-    CACHE = "allocating the KV cache"
     WEIGHTS = "reading weights"
+    CACHE = "allocating the KV cache"  # of what the weights leave
     SELF_TEST = "self-test"
 
 
