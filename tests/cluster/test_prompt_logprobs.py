@@ -83,7 +83,7 @@ async def test_what_the_reference_generated_is_as_likely_as_it_said(demo_model: 
 async def test_a_worker_killed_while_prompts_are_scored_changes_no_number(tiny_model: Path, role: str) -> None:
     """1. prompts of many chunks, with outputs, at once; 2. kill -9 one worker; 3. every logprob, once, and all text."""
     rng, reference = random.Random(3), load_reference(tiny_model)
-    prompts = [[rng.randrange(10, 200) for _ in range(rng.randint(100, 300))] for _ in range(12)]
+    prompts = [[rng.randrange(10, 200) for _ in range(rng.randint(100, 300))] for _ in range(36)]
     with running_cluster(tiny_model, *DISAGGREGATED, prefill=2, decode=2, config=pools(16, 8, 16)) as cluster:
         async with httpx.AsyncClient(timeout=280) as client:
             asked = [asyncio.create_task(_scored(client, cluster, prompt)) for prompt in prompts]
