@@ -9,9 +9,8 @@ import pytest
 from common.engine.contract.executor import StepFinished
 from common.engine.contract.plan import SequenceResult, StepResult
 from common.engine.kv.block_pool import BlockPool
-from common.engine.loading import LoadedModel, load_model
+from common.engine.loading import LoadedModel
 from common.engine.scheduling.block_tables import PoolGroup
-from common.values.config import ModelConfig, WorkerConfig
 from common.values.ids import TransferId
 from common.values.messages import AttemptFailed, Refused
 from common.values.request import EarlyStopping, FinishReason, SampledToken, SamplingParams, Work
@@ -19,6 +18,7 @@ from decode_worker.beam_search import Beam, BeamSearch
 from kvtransfer.events import FinishAnnounced, FirstToken
 from tests.common.engine.served import Served
 from tests.decode_worker.harness import PREFILL, Bench, job
+from tests.decode_worker.tiny_loaded import load_tiny
 from tests.tiny_model import FAMILIES, write_tiny_model
 from tests.transformers_beams import beams
 
@@ -36,10 +36,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(model_path: Path) -> LoadedModel:
-    options = {"dtype": "float32", "attention": "cpu", "num_threads": 1}
-    model = ModelConfig(path=str(model_path))
-    sizes = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
-    return load_model(WorkerConfig(role="decode", worker_id="d", model=model, **options, **sizes))  # type: ignore[arg-type]
+    return load_tiny(model_path, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
 
 
 def new_bench(num_blocks: int = NUM_BLOCKS, max_num_seqs: int = 64, max_draft_tokens: int = 0) -> Bench:

@@ -15,15 +15,15 @@ import pytest
 from common.engine.contract.executor import StepFinished
 from common.engine.contract.plan import StepResult
 from common.engine.kv.block_pool import BlockPool
-from common.engine.loading import LoadedModel, load_model
+from common.engine.loading import LoadedModel
 from common.engine.scheduling.block_tables import PoolGroup
 from common.guided import grammar
-from common.values.config import ModelConfig, WorkerConfig
 from common.values.ids import TransferId
 from common.values.messages import Refused
 from common.values.request import SampledToken, SamplingParams, Work
 from kvtransfer.events import FinishAnnounced, FirstToken
 from tests.decode_worker.harness import PREFILL, Bench, job
+from tests.decode_worker.tiny_loaded import load_tiny
 from tests.one_process import generate_tokens
 from tests.tiny_model import write_tiny_model
 from tests.transformers_beams import beams
@@ -65,9 +65,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded_as(role: str, path: Path) -> LoadedModel:
-    options = {"dtype": "float32", "attention": "cpu", "num_threads": 1}
-    sizes = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
-    return load_model(WorkerConfig(role=role, worker_id="w", model=ModelConfig(path=str(path)), **options, **sizes))  # type: ignore[arg-type]
+    return load_tiny(path, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, role=role)
 
 
 class Pair:

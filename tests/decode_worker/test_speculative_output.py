@@ -8,12 +8,12 @@ import pytest
 
 from common.engine.contract.executor import StepFinished
 from common.engine.kv.block_pool import BlockPool
-from common.engine.loading import LoadedModel, load_model
+from common.engine.loading import LoadedModel
 from common.engine.scheduling.block_tables import PoolGroup
 from common.guided import grammar
-from common.values.config import ModelConfig, WorkerConfig
 from common.values.request import SampledToken, SamplingParams
 from tests.decode_worker.harness import Bench, job
+from tests.decode_worker.tiny_loaded import load_tiny
 from tests.one_process import generate, generate_tokens
 from tests.tiny_model import write_tiny_model
 
@@ -38,10 +38,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(model_path: Path) -> LoadedModel:
-    options = {"dtype": "float32", "attention": "cpu", "num_threads": 1}
-    model = ModelConfig(path=str(model_path))
-    sizes = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
-    return load_model(WorkerConfig(role="decode", worker_id="d", model=model, **options, **sizes))  # type: ignore[arg-type]
+    return load_tiny(model_path, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
 
 
 def run(loaded: LoadedModel, params: SamplingParams, *, num_blocks: int = NUM_BLOCKS, num_choices: int = 1) -> Bench:

@@ -113,15 +113,10 @@ class ResponseEndpoint:
                         yield job.frame_of("response.in_progress", job.answer)
                     if frames := job.frames(events):
                         yield frames
-        except PdserveError as error:
-            if job.num_events == 0:
-                raise
-            yield self._failed(job, error)
-            return
         except Exception as error:
             if job.num_events == 0:
                 raise
-            yield self._failed(job, internal_error(error))
+            yield self._failed(job, error if isinstance(error, PdserveError) else internal_error(error))
             return
         answer = job.finished()
         yield job.frame_of(f"response.{answer.status}", answer) + DONE

@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -13,6 +13,7 @@ import openai
 from common.cluster.prefix_index.stats import WorkerIndexStats
 from common.cluster.reports import RouterReport
 from common.values.ids import WorkerRef
+from common.values.request import FinishReason
 from router.front.frontend import Frontend
 from router.front.http.admin import AdminHooks
 from router.front.http.connections import Connections
@@ -20,13 +21,14 @@ from router.front.http.generation import HttpSettings
 from router.front.http.listening import HttpServer
 from router.front.http.server import build_app
 from router.front.ports import bind
+from router.request.dialect import Dialect
 from router.request.served_model import ServedModel
 from router.request.validation import Validator
 from router.tenants.access import Access, AdminKey
 from router.tenants.tenants import Tenants
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import PromptTokenizer
-from tests.router.front.scripted_service import ScriptedService
+from tests.router.front.scripted_service import ScriptedService, always
 from tests.router.text.tokenizers_for_tests import CHATML, EOS_ID, IM_END_ID, byte_ids, byte_tokenizer
 from tests.waiting import until
 
@@ -137,3 +139,15 @@ async def http_rig(
     server.stop()
     await serving
     assert frontend.in_flight.num_requests == 0
+
+
+def saying(text: str, reason: FinishReason = FinishReason.STOP) -> ScriptedService:
+    """Answers everything with that text."""
+    return always([*ids(text), EOS_ID] if reason is FinishReason.STOP else ids(text), reason)
+
+
+@asynccontextmanager
+async def rig_of(service: ScriptedService, **dialect: Any) -> AsyncIterator[HttpRig]:
+    """A model whose dialect is that, with room for tools in its context."""
+    async with http_rig(service, model=replace(MODEL, max_model_len=2048, dialect=Dialect(**dialect))) as rig:
+        yield rig

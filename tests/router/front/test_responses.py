@@ -3,9 +3,6 @@
 import contextlib
 import json
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -21,14 +18,13 @@ from router.front.http.responses import ResponseEndpoint
 from router.front.openai.items.answers import MessageOutput
 from router.front.openai.items.messages import messages_of
 from router.front.openai.items.render import ItemWriter
-from router.request.dialect import Dialect
 from router.text.calls.choice import FormattedChoice
 from router.text.calls.parser import Format
 from router.text.choice_text import ChoiceDelta, ChoiceEnd
 from router.text.token_text import TokenTexts
-from tests.router.front.http_rig import MODEL, HttpRig, http_rig, ids, in_flight
-from tests.router.front.scripted_service import Pause, ScriptedService, accepted, always, answer
-from tests.router.text.tokenizers_for_tests import EOS_ID, byte_tokenizer
+from tests.router.front.http_rig import HttpRig, ids, in_flight, rig_of, saying
+from tests.router.front.scripted_service import Pause, ScriptedService, accepted, answer
+from tests.router.text.tokenizers_for_tests import byte_tokenizer
 
 PATH = "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -36,16 +32,6 @@ WEATHER = {"type": "function", "name": "weather", "description": "of a city", "p
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 ANSWER = f"<think>Rome, then.</think>\nLet me see.\n{CALL}\n{CALL.replace('Rome', 'Oslo')}"
 LOGPROBS = "message.output_text.logprobs"
-
-
-def saying(text: str, reason: FinishReason = FinishReason.STOP) -> ScriptedService:
-    return always([*ids(text), EOS_ID] if reason is FinishReason.STOP else ids(text), reason)
-
-
-@asynccontextmanager
-async def rig_of(service: ScriptedService, **dialect: Any) -> AsyncIterator[HttpRig]:
-    async with http_rig(service, model=replace(MODEL, max_model_len=2048, dialect=Dialect(**dialect))) as rig:
-        yield rig
 
 
 async def ask(rig: HttpRig, **stated: Any) -> Response:

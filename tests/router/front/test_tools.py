@@ -1,9 +1,6 @@
 """Tool calls and reasoning over HTTP, as the `openai` client sees them: whole, streamed, truncated, malformed."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +8,8 @@ import pytest
 from common.guided import grammar
 from common.values.request import FinishReason
 from router.front.http import stream
-from router.request.dialect import Dialect
 from router.text.calls.forms import FORMS
-from tests.router.front.http_rig import MODEL, HttpRig, http_rig, ids
-from tests.router.front.scripted_service import ScriptedService, always
+from tests.router.front.http_rig import HttpRig, ids, rig_of, saying
 from tests.router.text.tokenizers_for_tests import EOS_ID
 
 USER = [{"role": "user", "content": "How warm is it in Rome?"}]
@@ -26,16 +21,6 @@ CHAT = "/v1/chat/completions"
 ASKED: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [WEATHER, TIME]}
 TWO_GRAMMARS = json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}] * 2})
 MALFORMED = '<tool_call>{"name": "weather", "arguments": {city}}</tool_call>'
-
-
-def saying(text: str, reason: FinishReason = FinishReason.STOP) -> ScriptedService:
-    return always([*ids(text), EOS_ID] if reason is FinishReason.STOP else ids(text), reason)
-
-
-@asynccontextmanager
-async def rig_of(service: ScriptedService, **dialect: Any) -> AsyncIterator[HttpRig]:
-    async with http_rig(service, model=replace(MODEL, max_model_len=2048, dialect=Dialect(**dialect))) as rig:
-        yield rig
 
 
 async def ask(rig: HttpRig, **stated: Any) -> Any:
