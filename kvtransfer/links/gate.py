@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from torch._C._distributed_c10d import Store
 
+from common.telemetry.logs import get_logger
 from kvtransfer.links.ports import (
     Address,
     connections,
@@ -36,6 +37,8 @@ class Gate:
         self._listener = listener
         self._address: Address = listener.getsockname()[:2]
         self._is_shut = silence(listener)
+        if not self._is_shut:
+            get_logger().warning("link_gate_open", port=self._address[1])
         self._is_over = threading.Event()
         self._is_done = False
         self._problem = ""
@@ -70,7 +73,7 @@ class Gate:
             raise RuntimeError(self._problem or str(error)) from error
         finally:
             self._is_over.set()
-            thread.join()
+            thread.join(timeout_s)  # a look into the rendezvous of a peer that stands still takes any time
         if not self._is_done:
             raise RuntimeError(self._problem or f"the peer was not let in within {timeout_s:g} s")
 
@@ -92,7 +95,7 @@ class Gate:
                 return True
             if origin is None and notes.check([_ORIGIN]):
                 origin = _read(notes.get(_ORIGIN))
-            if self._let_in(origin):
+            if not self._is_over.is_set() and self._let_in(origin):  # after it the port may be another link's
                 return True
         return False
 
