@@ -2,11 +2,17 @@
 
 import ast
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 
 import pytest
+
+from tests.router.front.http_rig import http_rig, ids
+from tests.router.front.scripted_service import ScriptedService, answer
 
 ROOT = Path(__file__).parents[2]
 # Where protocols, events and effects are named: two files that use one of them meet there.
@@ -56,3 +62,42 @@ def test_files_that_do_not_know_each_other_are_no_way() -> None:
     assert not is_joined("kvtransfer/sender/core.py", "common/engine/kv/cache.py", [])
     assert not is_joined("kvtransfer/chunk/aead.py", "kvtransfer/links/process_group.py", [])
     assert is_joined("kvtransfer/sender/core.py", "kvtransfer/receiver/core.py", [])
+
+
+# What runs beside a token on its way through the router: no text passes through it, or only its bytes.
+BESIDE = {
+    "router/core/generation.py": "how many choices are told",
+    "router/front/http/leaving.py": "whether the client is there",
+    "router/front/http/protocol.py": "whether a write may have to wait",
+    "router/front/http/server.py": "the application that awaits the stream",
+    "router/front/http/transport.py": "bytes to the socket",
+    "router/tenants/tenants.py": "what the tenant has left",
+}
+
+
+async def test_a_token_runs_through_the_files_of_its_way_in_the_router_and_no_others() -> None:
+    """Between the tokens of a stream, from the service to the socket."""
+    service = ScriptedService(lambda request: answer(request, ids("x" * 200)))
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(ROOT / "router"):
+            calls[str(file.relative_to(ROOT))] += 1
+
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 200}
+    async with http_rig(service) as rig, rig.client.stream("POST", "/v1/chat/completions", json=body) as reply:
+        lines = reply.aiter_lines()
+        for _ in range(40):
+            await anext(lines)
+        sys.setprofile(note)
+        try:
+            for _ in range(100):
+                await anext(lines)
+        finally:
+            sys.setprofile(None)
+    ran = {file for file, num_calls in calls.items() if num_calls > 10}
+    way = files_of("way of a token", (ROOT / "ARCHITECTURE.md").read_text())
+    of_the_front = {file for file in way if file.startswith(("router/front/", "router/text/"))}
+    assert ran - BESIDE.keys() == of_the_front
+    assert BESIDE.keys() <= ran
